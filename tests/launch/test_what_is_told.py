@@ -92,9 +92,8 @@ def test_what_goes_wrong_is_an_object_too(here: Path) -> None:
     (only,) = lines(train(here, *JSON, "optim.lrr=1").stderr)
     assert (only["level"], only["rank"]) == ("error", None)
     assert only["message"].startswith("mine.yaml: unknown key 'optim.lrr'")
-    (here / "watch.py").write_text(
-        "class Watch:\n    def after_step(self, run):\n        raise RuntimeError('https://me:hunter2@host is gone')\n"
-    )
+    fault = "raise RuntimeError('https://me:hunter2@host is gone')"
+    (here / "watch.py").write_text(f"class Watch:\n    def after_step(self, run):\n        {fault}\n")
     failed = train(here, *JSON, "hooks.use=[watch.py:Watch]", "hooks.on_error=stop", "--out", "run")
     assert failed.returncode == 1, failed.stderr
     last, folder = lines(failed.stderr)[-2:]
