@@ -43,6 +43,11 @@ from trainer.train.components.task import check_request, make_task
 SECRET = "hunter2hunter2"
 
 
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[list[Any]]]]:
     """The package is there; returns what its sinks were told, of some kinds or all: process, kind, more."""
