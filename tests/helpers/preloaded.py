@@ -224,24 +224,35 @@ def _runs_a_program(words: Sequence[str]) -> bool:
 def _fork(request: Mapping[str, Any], streams: Sequence[int]) -> int:
     """Starts the process that was asked for; returns its id once its session is its own, as Popen does."""
     ready, begun = os.pipe()
+    before = _open_files()
     pid = os.fork()
     if not pid:
+        # What a library has opened anew in this fork, as libuv does, it closes by number in the next one.
+        kept = {number for number, file in _open_files().items() if before.get(number) != file}
         if request["session"]:
             os.setsid()
         os.close(begun)
-        _become(request, streams)
+        _become(request, streams, kept)
     os.close(begun)
     os.read(ready, 1)
     os.close(ready)
     return pid
 
 
-def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
+def _open_files() -> dict[int, str]:
+    files = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  (often, and quick)
+        with contextlib.suppress(OSError):  # the folder itself
+            files[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+    return files
+
+
+def _become(request: Mapping[str, Any], streams: Sequence[int], kept: set[int]) -> NoReturn:
     """Turns this fork into the process that was asked for; it ends with it."""
     code = 1
     try:
         _forget()
-        _take_streams(streams)
+        _take_streams(streams, kept)
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -272,11 +283,14 @@ def _forget() -> None:
     _servers.clear()
 
 
-def _take_streams(streams: Sequence[int]) -> None:
+def _take_streams(streams: Sequence[int], kept: set[int]) -> None:
     high = [os.dup(stream) for stream in streams]  # none of them may be overwritten by another
     for number, source in enumerate(high):
         os.dup2(source, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in {*_open_files()} - kept:
+        if number > 2:
+            with contextlib.suppress(OSError):
+                os.close(number)
     names = ("stdin", "stdout", "stderr")
     _left.extend(getattr(sys, name) for name in names)
     for number, name in enumerate(names):
