@@ -17,7 +17,7 @@ ARITHMETIC_CHANGES = {
     "(torch takes them from 2.11 on), and compiled code without reductions in mixed order (from 2.10 on) and "
     "random numbers by four (from 2.13 on)",
     7: "a turn of several tool calls, each with its mark, ends with the last of them",
-    8: "with anomaly.nonfinite=skip the loss of a record is the mean of the steps that were made, and null where "
-    "there are none; the weights are as before",
+    8: "with anomaly.nonfinite=skip the loss of a record is the mean of the steps that were made, and null "
+    "where there are none; the weights are as before",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)
