@@ -165,9 +165,9 @@ def published(first: Rehearsal, images: dict[str, str], tmp_path: Path) -> None:
     assert "is the bill of no image" in first.run(*sign, script="publish.py", code=2, **key)
     tag = ("tag", *ours, "--day", "20261126", "--version")
     for _ in range(2):  # the second time there is nothing to do
-        out = first.run(*tag, "v0.1.0", script="publish.py")
+        out = first.run(*tag, "v0.2.0", script="publish.py")
         assert out.count("publish: ") == 4
-        assert f"{REGISTRY}/ours/trainer:{STACK}-dev-v0.1.0 is {images['dev']}" in out
+        assert f"{REGISTRY}/ours/trainer:{STACK}-dev-v0.2.0 is {images['dev']}" in out
     assert "trainer/version.py says" in first.run(*tag, "v9.9.9", script="publish.py", code=2)
     ref = f"{REGISTRY}/ours/trainer:{STACK}-20261126"
     packages = (first.project / f"stacks/{STACK}/conda.lock").read_text().count("#")
@@ -184,8 +184,8 @@ def another_commit(first: Rehearsal, images: dict[str, str], tag: tuple[str, ...
     assert "first-build" in first.run(*tag, "", script="publish.py", code=2)  # another was tested
     first.run("--need-gb=1", "--page=build/page.md")
     first.run("push", "--registry", f"{REGISTRY}/ours", script="publish.py")
-    refused = first.run(*tag, "v0.1.0", script="publish.py", code=2)
-    assert f"{STACK}-v0.1.0 is {images['train']} already and is never moved" in refused
+    refused = first.run(*tag, "v0.2.0", script="publish.py", code=2)
+    assert f"{STACK}-v0.2.0 is {images['train']} already and is never moved" in refused
     out = first.run(*tag, "", script="publish.py")
     assert f"trainer:{STACK}-20261126-2 is " in out and images["train"] not in out
 
