@@ -175,7 +175,7 @@ class Watchdog:
                 self._store.set(_JOB, _RUNS)
 
     def start(self, compiling_until: int = 0) -> None:
-        """Starts watching; called again after a rollback.
+        """Starts watching, once the loader workers are forked.
 
         Args:
             compiling_until: Last step in which code may be compiled; 0: none.
