@@ -44,6 +44,10 @@ class LostPeerError(Exception):
         self.code, self.saved = code, False
 
 
+class RefusedElsewhereError(LostPeerError):
+    """The end of a rank because another one, which says so, refused the run: the same code and line."""
+
+
 class BadInputError(Exception):
     """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2.
 

@@ -13,7 +13,7 @@ from typing import Any
 # By module: its function, whether reaching or leaving it counts, and what that is called.
 _MARKS = {
     "trainer.config.recipe_file": ("provisional", "left", "validated"),
-    "trainer.train.start.resolve": ("start", "reached", "imported"),
+    "trainer.train.start.job": ("start", "reached", "imported"),
     "trainer.launch.launcher": ("launch", "reached", "launched"),
     "trainer.train.start.rank": ("train_rank", "reached", "imported"),
     "trainer.train.components.task": ("make_task", "left", "data"),

@@ -18,7 +18,8 @@ from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed import consensus
 from trainer.distributed.parallel import World
-from trainer.distributed.tree import Sums, Tournament, TreeReduction, shares_a_tree
+from trainer.config.sizes import shares_a_tree
+from trainer.distributed.tree import Sums, Tournament, TreeReduction
 from trainer.errors import BadInputError
 from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from wheels import digest, read_lock, select
 
-from trainer.train.provenance import lock_hash
+from trainer.host.stacks import lock_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"

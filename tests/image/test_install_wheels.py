@@ -11,7 +11,7 @@ import pytest
 import wheels
 from install_wheels import compile_all, has_bytecode, install, note_lock, replaced_records
 
-from trainer.train.provenance import lock_hash
+from trainer.host.stacks import lock_hash
 
 
 def record(prefix: Path, name: str, *files: str) -> Path:

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import math
 import os
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,22 +246,20 @@ def _train(options: argparse.Namespace) -> int:
         from trainer.launch.worker import Worker
 
         with Worker() as worker:  # before the slow imports, so that a signal finds a handler
-            from trainer.train.start.resolve import train_without_launcher
+            given = provisional(options.recipe, options.set, options.values)
+            from trainer.train.start.job import request_of_rank
+            from trainer.train.start.rank import train_rank
 
-            worker.code = train_without_launcher(options_of(options))
+            worker.code = train_rank(request_of_rank(options_of(options), *given)).code
         return worker.exit_code
     from trainer.launch.signals import end_on_signal
     from trainer.runs.folder import has_checkpoint
 
     end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
-    fresh = "torch" not in sys.modules
-    # What is wrong with it is said before torch is imported.
     given = provisional(options.recipe, options.set, options.values)
     choose_waiting(_cpus_wanted(given[0], options.nproc_per_node or 1))
-    from trainer.train.start.resolve import compute_alone, start
+    from trainer.train.start.job import start
 
-    if fresh:
-        compute_alone()
     return start(options_of(options), *given)
 
 

@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes, and the units of memory."""
+"""Sizes: parsing, formatting, units of memory; and numbers of micro-batches."""
 
 import re
 
@@ -29,3 +29,9 @@ def size_text(size: int) -> str:
             letter = _LETTERS[exponent] if exponent == 1 else _LETTERS[exponent].upper()
             return f"{-(-size // 1000**exponent)}{letter}B"
     return f"{size}B"
+
+
+def shares_a_tree(micro_batches: int, ranks: int) -> bool:
+    """True if each rank computes a whole branch of the tree: one rank, or a power of two of micro-batches."""
+    each = micro_batches // ranks
+    return ranks == 1 or each & (each - 1) == 0

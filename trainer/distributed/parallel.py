@@ -6,14 +6,15 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 from torch import distributed as dist, nn
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.training import ParallelConfig
@@ -48,16 +49,65 @@ class World:
     local_size: int = 1
 
 
+class Place(NamedTuple):
+    """This rank's place in the job, by the variables that torchrun sets.
+
+    Attributes:
+        rank: RANK.
+        size: WORLD_SIZE.
+        local_rank: LOCAL_RANK.
+        local_size: LOCAL_WORLD_SIZE.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def place_of(environ: Mapping[str, str]) -> Place:
+    """Returns this rank's place; a process without these variables is the only rank."""
+    usual = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return Place(*(int(environ.get(name, value)) for name, value in usual.items()))
+
+
+def open_store(seconds: float) -> Any:
+    """Opens the store over which the ranks of a job meet; None for a single rank.
+
+    Without torchrun rank 0 holds it, and waits until all ranks have opened it.
+
+    Args:
+        seconds: Timeout of an answer, and of that wait.
+
+    Raises:
+        BadInputError: If the environment doesn't say where it is.
+    """
+    rank, size, *_ = place_of(os.environ)
+    if size == 1:
+        return None
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not re.fullmatch("[0-9]{1,5}", port):
+        raise BadInputError(
+            f"rank {rank} of {size}: MASTER_ADDR='{address}', MASTER_PORT='{port}' isn't where the ranks "
+            "meet; start them by torchrun, which sets both"
+        )
+    with from_files_alone(address):
+        store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    return store
+
+
 @contextmanager
-def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[World]:
-    """A context within the process group of the environment's RANK, WORLD_SIZE and LOCAL_RANK (torchrun).
+def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float, store: Any = None) -> Iterator[World]:
+    """A context within the process group of the ranks that have opened a store.
 
     The group is destroyed on errors, too: otherwise NCCL's threads can keep the process alive.
+
+    Args:
+        kind: Device of the ranks.
+        timeout_s: Timeout of a collective.
+        store: From `open_store`; None: it is opened here.
     """
-    rank, size, local = (
-        int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, size, local, here = place_of(os.environ)
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", gpu_of_rank(local, torch.cuda.device_count(), os.environ))
@@ -65,15 +115,14 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     if size == 1:
         yield World(rank, size, local, device, None, local_size=here)
         return
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not address or not re.fullmatch("[0-9]{1,5}", port):
-        raise BadInputError(
-            f"rank {rank} of {size}: MASTER_ADDR='{address}', MASTER_PORT='{port}' isn't where the ranks "
-            "meet; start them by torchrun, which sets both"
-        )
+    store = store or open_store(timeout_s)
+    address = os.environ["MASTER_ADDR"]
     with from_files_alone(address), nullcontext() if kind == "cuda" else silenced(sys.stdout):
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
+            store=PrefixStore("ranks", store),
+            rank=rank,
+            world_size=size,
             timeout=timedelta(seconds=timeout_s),
             device_id=device if kind == "cuda" else None,
         )

@@ -83,12 +83,6 @@ class TreeReduction:
         return own
 
 
-def shares_a_tree(micro_batches: int, ranks: int) -> bool:
-    """True if each rank computes a whole branch of the tree: one rank, or a power of two of micro-batches."""
-    each = micro_batches // ranks
-    return ranks == 1 or each & (each - 1) == 0
-
-
 def _buckets(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
     """Yields tensors of one dtype in lists of about `most` bytes; their borders change no sum."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):

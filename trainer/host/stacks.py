@@ -121,3 +121,9 @@ def read_stamp(prefix: Path) -> Stamp:
     except (OSError, ValueError, AttributeError):
         return Stamp(None, False)
     return Stamp(lock if isinstance(lock, str) else None, changing)
+
+
+def lock_hash(prefix: Path) -> str | None:
+    """SHA-256 of the wheels.lock that an environment was installed from; None if unknown."""
+    stamp = read_stamp(prefix)
+    return None if stamp.changing else stamp.lock

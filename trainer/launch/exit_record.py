@@ -73,6 +73,7 @@ class ExitRecord:
         for_all: Whether the line speaks for the whole job (bad input, a requested stop, a hang).
         consequence: Whether it looks like the effect of another rank's end.
         told: Whether code and line are those that a rank which failed has left for all.
+        stopped: Whether a signal ended it before it trained.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class ExitRecord:
     for_all: bool = False
     consequence: bool = False
     told: bool = False
+    stopped: bool = False
 
 
 def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitRecord:

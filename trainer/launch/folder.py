@@ -3,8 +3,9 @@
 - `launch.json`: settings of every process (`Launch`); `as_launcher` reads the search path in it
 - `request-N.json`: the request to rank N, which removes it: none stays if the launcher is killed
 - `rank-N.pid`, `rank-N.fault`, `rank-N.json`: written by the ranks (`worker`, `exit_record`)
+- `left.json`: what rank 0 leaves for the launcher, and for the request of a restart
 - `meeting.json`: for several nodes (`meeting`); `met`: written by the `agent` once they have met
-- `torchrun.json`: written by the `agent`, or the `forked_agent`
+- `torchrun.json`: written by the `agent`
 
 The command line names the folder, not an environment variable, so that children of a rank don't see the
 launch. A request may hold tokens; only the owner can read the folder and these files.
@@ -21,6 +22,7 @@ from trainer.host.affinity import CpuShares, cpus_text
 from trainer.host.limits import listed_cpus
 from trainer.observe.console import Told
 
+LEFT = "left.json"
 _LAUNCH = "launch.json"
 _AS_TEXT = Told()
 
@@ -33,14 +35,14 @@ class Launch:
         path: The launcher's search path.
         parent: Process id of the parent of the next process: the launcher, or the agent that it started.
         cpus: CPUs of the ranks.
-        logs: Folder for the terminal output of all ranks but the first; None: the terminal.
+        logs: Whether all ranks but the first write into a log of the run folder, and not to the terminal.
         told: Format of their log lines.
     """
 
     path: list[str]
     parent: int
     cpus: CpuShares
-    logs: str | None
+    logs: bool
     told: Told = _AS_TEXT
 
 

@@ -1,8 +1,8 @@
 """Starts ranks with torchrun and restores what it hides: the exit code, the cause, and the signals.
 
-This module imports no torch: it starts a process that runs torchrun's code (or, for a single rank, the rank,
-perhaps as a fork), finds the ranks through files that they write, sends signals to them directly, and reads
-their exit records. torchrun receives no signal, so that none kills it; its log is not shown.
+This module imports no torch: it starts a process that runs torchrun's code (or, for a single rank, the
+rank), finds the ranks through files that they write, sends signals to them directly, and reads their exit
+records. torchrun receives no signal, so that none kills it; its log is not shown.
 """
 
 import math
@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.affinity import CpuShares
 from trainer.host.interfaces import gloo_interface
 from trainer.host.limits import Limits, out_of_memory_kills, read_limits
@@ -37,10 +36,8 @@ from trainer.launch.exit_record import (
     read_exit_record,
     read_torchrun,
 )
-from trainer.launch.folder import Launch, write_launch, write_request
-from trainer.launch.forked import ForkedRank
+from trainer.launch.folder import LEFT, Launch, read_content, write_launch, write_request
 from trainer.launch.meeting import Meeting, options_of_torchrun, write_meeting
-from trainer.launch.nodes import LOGS
 from trainer.launch.signals import SignalReceiver, blocked
 from trainer.observe.console import Level, tell, told_here
 
@@ -50,6 +47,7 @@ HERE = "127.0.0.1"  # where the ranks of one host meet
 STATIC = "--rdzv-backend=static"
 _POLL_SECONDS = 0.05
 _AFTER_FAILURE_SECONDS = 3.0  # the other ranks can't go on, but may be writing their last line
+_AFTER_REFUSAL_SECONDS = 0.5  # the others have heard of it, or compute in vain
 _AFTER_SECOND_INTERRUPT_SECONDS = 1.0
 _TORCHRUN_SECONDS = 10.0  # what torchrun may take, on a busy machine, to say how its ranks ended
 
@@ -64,6 +62,7 @@ class LocalRanks(NamedTuple):
         cpus: Their CPUs.
         path: Module search path, taken before a user's task or hook adds its folder, in which another
             `trainer` may lie. None: this process's search path at the start.
+        gpus: Number of their GPUs; 0: they compute on CPUs.
     """
 
     ranks: int
@@ -71,12 +70,24 @@ class LocalRanks(NamedTuple):
     environment: Mapping[str, str] = {}
     cpus: CpuShares = CpuShares()
     path: tuple[str, ...] | None = None
-    fork: bool = False
+    gpus: int = 0
 
     def variables(self) -> dict[str, str]:
         """Returns all variables that a rank's environment has in addition to this process's."""
         threads = str(self.threads)
         return {**self.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+class Launched(NamedTuple):
+    """End of a job.
+
+    Attributes:
+        code: Its exit code.
+        request: Its request, with what rank 0 left for a restart.
+    """
+
+    code: int
+    request: Mapping[str, Any]
 
 
 def launch(
@@ -89,8 +100,8 @@ def launch(
     output: int | None = None,
     receiver: SignalReceiver | None = None,
     meeting: Meeting | None = None,
-) -> int:
-    """Runs a module as ranks of this host, and returns the job's exit code.
+) -> Launched:
+    """Runs a module as ranks of this host, and returns how the job ended.
 
     With several nodes each runs this, and ends with the code that its own ranks know of, see `job_code`.
 
@@ -108,24 +119,24 @@ def launch(
         meeting: What this node needs to meet the others of the job; None for a single node.
 
     Returns:
-    0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; the cause of a failure is on stderr.
+        The exit code: 0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; the cause of a failure is
+        on stderr. And the request, with what rank 0 left.
     """
     if local.ranks > 1 and meeting is None:
         local = local._replace(environment={**gloo_interface(HERE), **local.environment})
     with nullcontext(receiver) if receiver else SignalReceiver() as signals:
         for attempt in range(1, max_restarts + 2):
             group = WorkerGroup(signals, local.ranks, grace_seconds, meeting)
-            records = group.run(module, request, local, output)
+            records, left = group.run(module, request, local, output)
+            request = {**request, **left}
             code = job_code(records)
             text = exit_message(records, group.world)
             say_on_stderr(text, "warning" if code == EXIT_REQUEUE else "error")
             if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
             say_on_stderr(f"trainer: starting again ({attempt} of {max_restarts})\n", "warning")
-            if request.get("resume") == "never":  # what this launch began is its own
-                request = {**request, "resume": "auto"}
     leave_message(code, text)
-    return code
+    return Launched(code, request)
 
 
 def _alone() -> list[str]:
@@ -186,8 +197,8 @@ class WorkerGroup:
         request: Mapping[str, Any],
         local: LocalRanks,
         output: int | None = None,
-    ) -> list[ExitRecord]:
-        """Runs the ranks to their end, and returns their exit records.
+    ) -> tuple[list[ExitRecord], dict[str, Any]]:
+        """Runs the ranks to their end; returns their exit records, and what rank 0 left.
 
         Args:
             module: As in `launch`.
@@ -198,10 +209,8 @@ class WorkerGroup:
         with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
             self._folder = Path(folder)
             several = self.meeting is not None
-            logs = None if self.meeting is None else str(self.meeting.folder / LOGS)
             try:
-                path = list(local.path or sys.path)
-                told = Launch(path, os.getpid(), local.cpus, logs, told_here())
+                told = Launch(list(local.path or sys.path), os.getpid(), local.cpus, several, told_here())
                 write_launch(self._folder, told)
                 write_request(self._folder, request, self.ranks)
                 if self.meeting is not None:
@@ -215,28 +224,25 @@ class WorkerGroup:
             if self.world == 1:  # torchrun would only add the seconds in which it imports torch
                 variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
                 words = [module, folder]
-            elif local.fork and not several:
-                words = ["trainer.launch.forked_agent", folder, module, str(self.world), HERE]
             else:
                 base = [f"--nproc-per-node={self.count}", "--max-restarts=0", f"--log-dir={folder}", STATIC]
                 nodes = _alone() if self.meeting is None else options_of_torchrun(self.meeting)
                 words = ["trainer.launch.agent", folder, module, *base, *nodes]
-            if local.fork and not several:
-                return self._run(partial(ForkedRank, words, variables, path, output))
             # torchrun takes defaults from PET_ variables, which are for those who start it without us.
             environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
             command = [sys.executable, "-u", as_launcher.__file__, *words]
-            # A session of its own: a terminal's Ctrl-C reaches the launcher alone.
-            whole = {**environment, **variables}
-            return self._run(
-                lambda: subprocess.Popen(command, env=whole, stdout=output, start_new_session=True)
-            )
+            records = self._run(command, {**environment, **variables}, output)
+            left = read_content(self._folder / LEFT) if (self._folder / LEFT).exists() else {}
+            return records, left
 
-    def _run(self, start: "Callable[[], subprocess.Popen[bytes] | ForkedRank]") -> list[ExitRecord]:
+    def _run(
+        self, command: list[str], environment: Mapping[str, str], output: int | None
+    ) -> list[ExitRecord]:
         kills = out_of_memory_kills()
         # Slurm signals every process of a step. A blocked signal waits: in a rank until it can be taken.
+        # A session of its own: a terminal's Ctrl-C reaches the launcher alone.
         with blocked():
-            process = start()
+            process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
         try:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
@@ -268,6 +274,8 @@ class WorkerGroup:
                 self.records[rank] = record
         codes = {record.code for record in self.records.values()}
         lost = any(record.consequence for record in self.records.values())
+        if EXIT_BAD_INPUT in codes:
+            self._end_within(_AFTER_REFUSAL_SECONDS)
         if codes - {EXIT_DONE, EXIT_REQUEUE} or lost or gone - self.records.keys():
             self._end_within(_AFTER_FAILURE_SECONDS)
         # With every record known, a process that is still there hangs in its exit.
@@ -295,7 +303,7 @@ class WorkerGroup:
     def _end_within(self, seconds: float) -> None:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
-    def _kill(self, process: "subprocess.Popen[bytes] | ForkedRank") -> None:
+    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
         """Kills what didn't end in time: the ranks, registered or not, then torchrun."""
         self.overdue |= {rank for rank in self.ranks if rank not in self.pids or _exists(self.pids[rank])}
         self._kill_groups(*children(process.pid))
@@ -318,6 +326,9 @@ class WorkerGroup:
     def _all_records(self, exit_code: int) -> list[ExitRecord]:
         """Returns all exit records, with ones for ranks that wrote none."""
         exits, records = {0: exit_code}, dict(self.records)
+        if not self.receiver.received:  # torchrun's signal, as another rank has failed
+            ended = [rank for rank, record in records.items() if record.stopped]
+            records |= {rank: replace(records[rank], consequence=True) for rank in ended}
         if self.world > 1 and len(records) < len(self.ranks):
             exits, record = read_torchrun(self._folder, exit_code)
             if record is not None and not self.overdue:

@@ -11,22 +11,20 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import BadInputError
-from trainer.host.files import own_folder, read_inside, write_whole
 from trainer.host.interfaces import gloo_interface, own_address
 from trainer.launch.folder import read_content, write_content
 from trainer.launch.nodes import Nodes
 
-TOKEN = ".nodes"  # in the run folder while nodes meet: who reads node 0's token there has the same folder
 _FILE = "meeting.json"
 MEETING_NOTICE_SECONDS, _NOTICE_SECONDS = 10.0, 30.0
 MEETING_POLL_SECONDS, _CONNECT_SECONDS = 0.2, 5.0
-SHOWS_SECONDS = 60.0  # until a file server shows one host's new file to another
+_VERDICT_SECONDS = 60.0  # that the others wait longer than node 0, which counts the time
 _HEARD_SECONDS = 3.0  # that node 0 stays for the others to hear why there is no job
 _REMEDY = "give every node the same image, files and command"
 
@@ -43,20 +41,18 @@ class Meeting:
         nodes: Nodes of the job, and this node's number.
         ranks: Number of ranks of each node.
         same: Values that must be the same on every node, by name.
-        folder: The run folder.
         seconds: Time to wait for the others.
     """
 
     nodes: Nodes
     ranks: int
     same: Mapping[str, str]
-    folder: Path
     seconds: float
 
 
 def write_meeting(folder: Path, meeting: Meeting) -> None:
     """Writes it into the folder of a launch."""
-    content = asdict(meeting) | {"nodes": list(meeting.nodes), "folder": str(meeting.folder)}
+    content = asdict(meeting) | {"nodes": list(meeting.nodes)}
     write_content(folder / _FILE, content)
 
 
@@ -67,7 +63,7 @@ def read_meeting(folder: Path) -> Meeting | None:
     content = read_content(folder / _FILE)
     nodes = Nodes(*content.pop("nodes"))
     nodes = nodes._replace(names=tuple(nodes.names))
-    return Meeting(**{**content, "nodes": nodes, "folder": Path(content["folder"])})
+    return Meeting(**{**content, "nodes": nodes})
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -128,27 +124,25 @@ def meet(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[str, 
 
 
 def _lead(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[str, str]:
-    nodes, token = meeting.nodes, secrets.token_hex(8)
-    with _token_shown(meeting.folder, token):
-        store.set("token", token)
-        for late in _waiting(meeting.seconds):
-            missing = [n for n in range(1, nodes.total) if not store.check([f"node-{n}"])]
-            if not missing:
-                break
-            names = ", ".join(map(nodes.name, missing))
-            if late is None:
-                line = (
-                    f"{names} didn't come within {meeting.seconds:g} s, of {nodes.total} nodes; is each "
-                    f"started, and does {nodes.host} lead to this node from there (DNS)?"
-                )
-                raise _told(store, AbsentNodeError(line), nodes.total - 1 - len(missing))
-            if late:
-                say(f"waits for {names}")
-        others = [json.loads(store.get(f"node-{n}")) for n in range(1, nodes.total)]
-        refused = next(filter(None, (_problem(meeting, other) for other in others)), "")
-        if refused:
-            raise _told(store, BadInputError(refused), len(others))
-        store.set("verdict", json.dumps(["", True]))
+    nodes = meeting.nodes
+    for late in _waiting(meeting.seconds):
+        missing = [n for n in range(1, nodes.total) if not store.check([f"node-{n}"])]
+        if not missing:
+            break
+        names = ", ".join(map(nodes.name, missing))
+        if late is None:
+            line = (
+                f"{names} didn't come within {meeting.seconds:g} s, of {nodes.total} nodes; is each "
+                f"started, and does {nodes.host} lead to this node from there (DNS)?"
+            )
+            raise _told(store, AbsentNodeError(line), nodes.total - 1 - len(missing))
+        if late:
+            say(f"waits for {names}")
+    others = [json.loads(store.get(f"node-{n}")) for n in range(1, nodes.total)]
+    refused = next(filter(None, (_problem(meeting, other) for other in others)), "")
+    if refused:
+        raise _told(store, BadInputError(refused), len(others))
+    store.set("verdict", json.dumps(["", True]))
     with suppress(OSError):
         return gloo_interface(own_address(others[0]["address"], numeric=True))
     return {}
@@ -165,11 +159,7 @@ def _told(store: Any, error: Exception, others: int) -> Exception:
 
 def _follow(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[str, str]:
     nodes, address = meeting.nodes, own_address(meeting.nodes.host)
-    key, token = f"node-{nodes.number}", ""
-    for _ in _until(store, "token", meeting, say):
-        pass
-    token = store.get("token").decode()
-    shares = any(_shown(meeting.folder) == token for _ in _waiting(min(SHOWS_SECONDS, meeting.seconds)))
+    key = f"node-{nodes.number}"
     told = {
         "id": secrets.token_hex(8),
         "number": nodes.number,
@@ -177,7 +167,6 @@ def _follow(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[st
         "address": address,
         "ranks": meeting.ranks,
         "same": dict(meeting.same),
-        "shares": shares,
     }
     store.set(key, json.dumps(told))
     for _ in _until(store, "verdict", meeting, say):
@@ -194,12 +183,12 @@ def _follow(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[st
 
 def _until(store: Any, key: str, meeting: Meeting, say: Callable[[str], None]) -> Iterator[None]:
     """Waits for what node 0 says; it counts the time, and says who is missing."""
-    for late in _waiting(meeting.seconds + SHOWS_SECONDS):
+    for late in _waiting(meeting.seconds + _VERDICT_SECONDS):
         if store.check([key]):
             return
         if late is None:
             raise AbsentNodeError(
-                f"{meeting.nodes.name(0)} said nothing for {meeting.seconds + SHOWS_SECONDS:g} s"
+                f"{meeting.nodes.name(0)} said nothing for {meeting.seconds + _VERDICT_SECONDS:g} s"
             )
         if late:
             say(f"waits: {meeting.nodes.name(0)} waits for other nodes")
@@ -209,11 +198,6 @@ def _until(store: Any, key: str, meeting: Meeting, say: Callable[[str], None]) -
 def _problem(meeting: Meeting, other: Mapping[str, Any]) -> str:
     """Returns why a node can't be part of the job, or ""."""
     who = f"node {other['number']} ({other['name']})"
-    if not other["shares"]:
-        return (
-            f"{who} sees another folder at --out {meeting.folder} than node 0: give one on a file "
-            "system that all have"
-        )
     if other["ranks"] != meeting.ranks:
         return f"{who} has {other['ranks']} ranks, and node 0 has {meeting.ranks}: give every node as many"
     for what, here in meeting.same.items():
@@ -231,23 +215,6 @@ def _waiting(seconds: float) -> Iterator[bool | None]:
         notice = now + _NOTICE_SECONDS if now > notice else notice
         time.sleep(MEETING_POLL_SECONDS)
     yield None
-
-
-@contextmanager
-def _token_shown(folder: Path, token: str) -> Iterator[None]:
-    """Shows a token in the run folder."""
-    write_whole(own_folder(folder) / TOKEN, token)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            (folder / TOKEN).unlink()
-
-
-def _shown(folder: Path) -> str:
-    with suppress(OSError):
-        return read_inside(folder / TOKEN, 100).decode(errors="replace")
-    return ""
 
 
 def _in_the_way(host: str, port: int) -> str:

@@ -6,7 +6,8 @@
 | `train`, no ranks yet: `end_on_signal` | ends it: 75 if it can resume, else 1 | as above | as above |
 | a launcher: `SignalReceiver` | sent on to each rank, once | each sent on; the second kills | as SIGTERM |
 | what the launcher starts, until it can: `blocked` | waits | waits | waits |
-| a rank, from `Worker` on: `StopFlag` | asks for a stop | the same; the second ends it | asks for a stop |
+| a rank that prepares: `Worker.prepares` | ends it: 75 if it can resume, else 1 | the same | the same |
+| a rank that trains: `StopFlag` | asks for a stop | the same; the second ends it | asks for a stop |
 | a rank's forks: `leave_to_rank` | SIGTERM ends it | ignored | ignored |
 | a rank whose `Worker` is closed | waits: its exit code is decided | waits | waits |
 | `data`, `export`: `unwound` | SIGTERM is an exception | an exception | an exception |
@@ -76,13 +77,18 @@ def end_on_signal(resumable: Callable[[], bool]) -> None:
 
     def end(number: int, _: object) -> None:
         requeue = resumable()
-        left = "the same command resumes from its checkpoint" if requeue else "there is no checkpoint yet"
-        line = f"trainer: stopped by {signal.Signals(number).name} before it began; {left}"
+        line = f"trainer: {before_it_began(signal.Signals(number), requeue)}"
         os.write(2, f"{as_line(line, 'warning')}\n".encode())
         os._exit(EXIT_REQUEUE if requeue else EXIT_FAILED)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, end)
+
+
+def before_it_began(number: signal.Signals, requeue: bool) -> str:
+    """Returns a line for a run that a signal ends before its first step; `requeue`: it has a checkpoint."""
+    left = "the same command resumes from its checkpoint" if requeue else "there is no checkpoint yet"
+    return f"stopped by {number.name} before it began; {left}"
 
 
 class SignalReceiver:

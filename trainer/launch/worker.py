@@ -17,13 +17,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from trainer.config.redact import redact_text
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from trainer.host.affinity import CpuShares, bind
 from trainer.host.environment import RANK_MARK
 from trainer.host.files import open_own, own_folder, write_whole
@@ -31,8 +32,8 @@ from trainer.host.processes import children
 from trainer.host.startup import print_anything
 from trainer.launch import signals
 from trainer.launch.exit_record import ExitRecord, record_of
-from trainer.launch.folder import Launch, read_launch, take_request
-from trainer.launch.nodes import mark_of_rank
+from trainer.launch.folder import LEFT, Launch, read_launch, take_request, write_content
+from trainer.launch.nodes import LOGS, mark_of_rank
 from trainer.observe.console import tell, tell_as
 
 _PR_SET_PDEATHSIG = 1
@@ -70,6 +71,7 @@ class Worker:
         self._pid = os.getpid()
         self._folder = None if folder is None else Path(folder)
         self._flag = signals.StopFlag()
+        self._resumable: Callable[[], bool] | None = None
         self._record_lock = threading.Lock()
         self._stack = contextlib.ExitStack()
         self.hang_file: TextIO | None = None
@@ -95,12 +97,43 @@ class Worker:
         assert self.record is not None
         return EXIT_DONE if self._folder and self.record.code == EXIT_REQUEUE else self.record.code
 
+    def leave_for_launcher(self, values: Mapping[str, Any]) -> None:
+        """Leaves values for the launcher that outlive this process: they change the request of a restart."""
+        if self._folder is not None:
+            write_content(self._folder / LEFT, values)
+
+    def prepares(self, resumable: Callable[[], bool] | None) -> None:
+        """Sets what a signal does: it ends this rank at once, as no work is lost; or it is noted.
+
+        Args:
+            resumable: Returns whether the run folder has a checkpoint, for the exit code; None: signals are
+                noted from now on.
+        """
+        self._resumable = resumable
+        if resumable is not None and self._flag.requested is not None:
+            self._end_where_nothing_is_lost(self._flag.requested)
+
+    def _note(self, number: signal.Signals) -> None:
+        self._flag.note(number)
+        self._end_where_nothing_is_lost(number)
+
+    def _end_where_nothing_is_lost(self, number: signal.Signals) -> None:
+        if (resumable := self._resumable) is None or os.getpid() != self._pid:
+            return
+        self._resumable = None
+        code = EXIT_REQUEUE if resumable() else EXIT_FAILED
+        line = signals.before_it_began(number, code == EXIT_REQUEUE)
+        if code == EXIT_REQUEUE and self._folder is not None and self.rank == 0:
+            tell(f"trainer: {line}\n", "warning")  # of a job that is requeued the launcher says nothing
+        said = self.rank and (code == EXIT_REQUEUE or self._folder is None)
+        leave_now(code, "" if said else line, for_all=True, stopped=True)
+
     def __enter__(self) -> "Worker":
         """Takes the signals, registers with the launcher, and ties this process to its parent's life."""
         global _current  # noqa: PLW0603
         assert _current is None, "this process is a rank already"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(signals.taken(self._flag.note))
+            stack.enter_context(signals.taken(self._note))
             stack.callback(signals.block)  # from then on nothing changes the exit code
             stack.callback(self.held.clear)
             stack.callback(os.environ.pop, RANK_MARK, None)
@@ -113,7 +146,6 @@ class Worker:
             die_with_parent(None if self.launch is None else self.launch.parent)
             bind(cpu_shares_of(self.launch))
             print_anything()
-            self._write_to_a_log_of_its_own()
             self._write_faults(stack)
             _current = self
             stack.callback(_forget)
@@ -142,6 +174,8 @@ class Worker:
 
     def _tell(self, record: ExitRecord) -> None:
         text = f"trainer: {record.line}\n" if record.line else ""
+        if record.told and record.code == EXIT_BAD_INPUT and self._folder is None:
+            text = ""  # the rank that refused the run says it
         text = text + record.traceback if record.for_all else record.traceback or text
         if self._folder is not None:
             try:
@@ -152,11 +186,13 @@ class Worker:
         if text:
             tell(text, "error")
 
-    def _write_to_a_log_of_its_own(self) -> None:
-        """Redirects output to a log file on jobs with several nodes, for all ranks but the first."""
-        if self.launch is None or self.launch.logs is None or self.rank == 0:
+    def write_to_a_log_of_its_own(self, run: Path) -> None:
+        """Redirects output to a file of the run folder in jobs with several nodes, for all ranks but the
+        first.
+        """
+        if self.launch is None or not self.launch.logs or self.rank == 0:
             return
-        logs = Path(self.launch.logs)
+        logs = run / LOGS
         with contextlib.suppress(OSError):  # then to the terminal, as else
             logs.parent.mkdir(parents=True, exist_ok=True)
             number = open_own(own_folder(logs) / f"rank-{self.rank}.log", _ADDED)
@@ -188,6 +224,12 @@ def requested() -> signal.Signals | None:
     return None if _current is None else _current.requested
 
 
+def note_signals() -> None:
+    """Lets a signal be noted from now on, see `Worker.prepares`."""
+    if _current is not None:
+        _current.prepares(None)
+
+
 def cpu_shares() -> CpuShares:
     """Returns the CPUs of the ranks of this host."""
     return cpu_shares_of(None if _current is None else _current.launch)
@@ -214,6 +256,7 @@ def leave_now(
     for_all: bool = False,
     consequence: bool = False,
     told: bool = False,
+    stopped: bool = False,
     linger: float = 0.0,
 ) -> NoReturn:
     """Ends this rank from any thread: a watchdog's way out while the main thread hangs in a collective.
@@ -225,10 +268,12 @@ def leave_now(
         for_all: Whether the line speaks for the whole job.
         consequence: Whether another rank is to blame.
         told: Whether code and line are those of another rank that failed.
+        stopped: Whether a signal ends it.
         linger: Seconds to stay after the record is written, for others who need this process.
     """
     now, worker = time.monotonic(), _current or Worker()
-    worker.write_exit_record(ExitRecord(worker.rank, code, line, trace, now, for_all, consequence, told))
+    how = (for_all, consequence, told, stopped)
+    worker.write_exit_record(ExitRecord(worker.rank, code, line, trace, now, *how))
     time.sleep(linger)
     for child in children(os.getpid()):  # a loader worker that hangs would stay
         with contextlib.suppress(OSError):

@@ -32,13 +32,13 @@ from trainer.host.files import (
     read_inside,
     written_whole,
 )
-from trainer.launch.meeting import TOKEN
 from trainer.launch.nodes import LOGS
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES, TABLES
 
 _LOCK = ".lock"
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
+TOKEN = ".nodes"  # in a run folder while hosts meet: who reads rank 0's token there has the same folder
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 # Files of a start that was killed before there was a manifest.
 _LEFTOVERS = {_LOCK, LOGS, TOKEN, KEPT}

@@ -45,7 +45,7 @@ from trainer.train.components.updates import brings_optimizer
 from trainer.train.hooks import HookRows, checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
 from trainer.train.provenance import make_manifest
 from trainer.train.recording import open_recording, other_ranks_checksums, writable
-from trainer.train.request import Request
+from trainer.train.request import Prepared
 from trainer.train.saving import Checkpoints
 from trainer.train.state import Run
 from trainer.train.step import take_metrics
@@ -103,7 +103,7 @@ def bare_outputs(
 
 def open_outputs(
     stack: contextlib.ExitStack,
-    request: Request,
+    prepared: Prepared,
     run: Run,
     stored: Manifest | None,
     data: Mapping[str, str],
@@ -115,7 +115,7 @@ def open_outputs(
 
     Args:
         stack: Closed when the attempt is over.
-        request: The request that this run was built from.
+        prepared: What this run was built from.
         run: The run, with its checkpoint loaded.
         stored: The manifest of earlier attempts, or None.
         data: Fingerprints of the data, from `data_of`.
@@ -126,7 +126,7 @@ def open_outputs(
     Raises:
         BadInputError: If the run folder can't be written, or lacks room.
     """
-    folder, config = request.folder, run.recipe.hooks
+    folder, config = prepared.folder, run.recipe.hooks
     found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
     hooks = make_hooks(found, run.world.rank)
     if run.world.rank:
@@ -139,7 +139,7 @@ def open_outputs(
             stack.callback(row_writer.abandon)
         return Outputs(logger, Checkpoints(run, row_writer), AnomalyLog(None, run.plan))
     manifest = make_manifest(
-        run, request.name, request.command, data, notes, stored, request.begun_from, request.pretrained
+        run, prepared.name, prepared.command, data, notes, stored, prepared.begun_from, prepared.pretrained
     )
     manifest.anomalies = len(anomalies)
     sources = metric_sources(stack, run)
@@ -174,8 +174,8 @@ def open_outputs(
     logger = _make_logger(run, sinks, checksums, sources)
     if hooks:
         sinks.append(hook_sink(hooks, config, HookRows(folder, logger)))
-    advisor = _add_advisor(run, logger, sources, profiled=request.profile is not None)
-    profile = _open_profile(stack, request, run)
+    advisor = _add_advisor(run, logger, sources, profiled=prepared.profile is not None)
+    profile = _open_profile(stack, prepared, run)
     written = checkpoint_hook(hooks, config)
     checkpoints = Checkpoints(run, writer, manifest.run_id, data, written)
     return Outputs(
@@ -305,14 +305,14 @@ def _add_advisor(run: Run, logger: MetricLogger, sources: Sources, profiled: boo
     return advisor
 
 
-def _open_profile(stack: contextlib.ExitStack, request: Request, run: Run) -> Profile | None:
-    if request.profile is None:
+def _open_profile(stack: contextlib.ExitStack, prepared: Prepared, run: Run) -> Profile | None:
+    if prepared.profile is None:
         return None
     profile = Profile(
-        request.folder,
+        prepared.folder,
         run.state.model,
         run.world.device,
-        kind=request.profile,
+        kind=prepared.profile,
         skip=run.recipe.compile.warm_up + 4,
         modules=not run.compiled,
     )

@@ -19,7 +19,7 @@ from trainer.host.environment import IMAGE_DIGEST
 from trainer.host.files import hash_of_rest
 from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
-from trainer.host.stacks import read_stacks, read_stamp, stack_of, unsupported
+from trainer.host.stacks import lock_hash, read_stacks, stack_of, unsupported
 from trainer.host.startup import waiting
 from trainer.launch.nodes import job_of
 from trainer.runs.differences import differences, extends, hidden, other_arithmetic, other_data
@@ -125,12 +125,6 @@ def file_hash(file: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     with file.open("rb") as content:
         return hash_of_rest(content)
-
-
-def lock_hash(prefix: Path) -> str | None:
-    """SHA-256 of the wheels.lock that an environment was installed from; None if unknown."""
-    stamp = read_stamp(prefix)
-    return None if stamp.changing else stamp.lock
 
 
 def _support(lock: str | None) -> list[str]:

@@ -47,7 +47,7 @@ def launched(ranks: int, fault: str = "") -> VariantLaunch:
         nowhere, errors = os.open(os.devnull, os.O_WRONLY), io.StringIO()
         try:
             with contextlib.redirect_stderr(errors):
-                code = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=nowhere)
+                code, _ = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=nowhere)
         finally:
             os.close(nowhere)
         ended = " ".join(errors.getvalue().split())[:300] or "its process left nothing"

@@ -65,7 +65,7 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
         del opened
         with tempfile.TemporaryDirectory(prefix="trainer-evaluate-", ignore_cleanup_errors=True) as folder:
             request["result"] = str(Path(folder) / RESULT)
-            code = launch(_RANK_MODULE, request, local, grace_seconds=_GRACE_SECONDS)
+            code, _ = launch(_RANK_MODULE, request, local, grace_seconds=_GRACE_SECONDS)
             if code != EXIT_DONE:
                 return code
             result = json.loads(Path(request["result"]).read_text())

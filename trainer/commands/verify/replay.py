@@ -25,7 +25,7 @@ from trainer.runs.folder import KEPT, MANIFEST, checkpoints_of
 from trainer.runs.manifest import update_manifest
 from trainer.train.components.task import data_of, make_task, refuse_other_task
 from trainer.train.options import TrainOptions
-from trainer.train.start.resolve import start
+from trainer.train.start.job import start
 from trainer.train.starting_weights import resolve_pretrained
 
 # What a replay may take from elsewhere: where things lie, and how they come.

@@ -11,6 +11,7 @@ from trainer.checkpoint.tensor_file import is_storable
 from trainer.config.models import MODELS
 from trainer.config.recipe import Recipe, of_set
 from trainer.config.registry import named
+from trainer.config.sizes import shares_a_tree
 from trainer.config.tasks import TASKS
 from trainer.data.check import CheckedData, check_data
 from trainer.data.dataset import Dataset, limited
@@ -20,9 +21,8 @@ from trainer.data.sampling.mix_order import MixDraws, mixed
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
 from trainer.distributed.sharding import check_sharding
-from trainer.distributed.tree import shares_a_tree
 from trainer.errors import BadInputError
-from trainer.launch.worker import current
+from trainer.host.torch_build import NO_GPU
 from trainer.models.activation_checkpointing import blocks, candidates
 from trainer.models.finetune import fine_tune
 from trainer.models.modes import begin_training
@@ -289,7 +289,7 @@ def _refuse_sparse(recipe: Recipe, task: Task) -> None:
 
 
 def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = True) -> None:
-    """Checks for faults that would fail on every rank, before any rank starts.
+    """Checks for faults that would fail on every rank: on rank 0, before the ranks meet.
 
     Args:
         recipe: The configuration.
@@ -300,8 +300,8 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
     Raises:
         BadInputError: If a fault is found; names it and the remedy.
     """
-    if isinstance(task, Checked) and current() is None:
-        task.check()  # once, in the launcher
+    if isinstance(task, Checked):
+        task.check()
         _refuse_sparse(recipe, task)
     find_hooks(recipe.hooks, getattr(task, "hooks", ()))
     load_sinks(recipe.log, recipe.hooks)
@@ -410,7 +410,5 @@ def device_kind(recipe: Recipe) -> Any:
     """
     available = torch.cuda.is_available()
     if recipe.device == "cuda" and not available:
-        raise BadInputError(
-            "device=cuda but no usable GPU was found: use device=cpu, or check nvidia-smi and the driver"
-        )
+        raise BadInputError(NO_GPU)
     return "cpu" if recipe.device == "cpu" or not available else "cuda"

@@ -17,7 +17,6 @@ from trainer.config.task_file import OWN_LR
 from trainer.config.training import OptimConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
-from trainer.launch.worker import current
 from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups, undecayed
 from trainer.optim.own import ConstantSchedule, HostSchedule
 from trainer.optim.schedules import schedule
@@ -94,7 +93,7 @@ def check_updates(recipe: Recipe, task: Task, model: nn.Module, plan: Plan) -> N
                 f"optim.{name}={value}: nothing reads it, as the task has a method {brings[0]} of its own; "
                 "leave the key out, or the method"
             )
-    if isinstance(task, CustomTask) and current() is None:
+    if isinstance(task, CustomTask):
         cpu = torch.device("cpu")
 
         def make(model: nn.Module) -> HostSchedule:

@@ -1,19 +1,10 @@
-"""Checks before a run starts: one list for the launcher, ranks without a launcher, and `fit`.
+"""Checks before a run starts: one table, each check once for a job (by rank 0) or once on each host.
 
-`START_CHECKS` run after `decide` has found out whether a run begins or resumes, each once per job or per
-host. A launcher runs those of its host, on node 0 those of the job, too; `fit` runs all; `places` says which
-a rank without a launcher runs, at its first start only, not when torchrun restarts it. Other checks:
-
-| check | where |
-|---|---|
-| flags, `threads_line` | before the data is opened: launcher, first process of a job, `fit` |
-| `check_request`: what would fail on every rank | launcher, `fit`; each rank with the number of all ranks |
-| `decide`: state of the folder, `--init-from` | launcher, `fit`; each rank, under the lock of rank 0 |
-| `claim_folder`, of a run that begins | node 0's launcher, rank 0, `fit` |
-| `check_inside`, `lock` | rank 0 |
+They run after `decide` has found out whether a run begins or resumes. Before that `prepare` runs
+`threads_line` and `check_request`, which finds what would fail on every rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,17 +14,15 @@ from trainer.config.idle import idle_keys, idle_length, own_defaults, typed_keys
 from trainer.config.recipe import WHY_NO_MPS, Recipe
 from trainer.data.sampling.plan import MOST_STEPS
 from trainer.host.limits import read_limits
-from trainer.launch.worker import current
 from trainer.observe.console import say, warn
 from trainer.observe.progress import check_metrics_port
 from trainer.runs.folder import warn_of_loss
 from trainer.runs.manifest import Manifest
 from trainer.runs.tracking.tracker import check_reachable
-from trainer.tasks import Checked, Task
+from trainer.tasks import Task
 from trainer.train.components.task import check_files, make_plan
 from trainer.train.components.updates import brings_optimizer, check_end
 from trainer.train.options import Mode
-from trainer.train.start.decision import Decision, Resume
 from trainer.train.start.local_ranks import check_threads
 
 CheckPlace = Literal["job", "host"]  # a check runs in one process of the job, or in one on each host
@@ -46,14 +35,14 @@ class Start(NamedTuple):
         recipe: The configuration.
         task: The recipe's task.
         folder: The run folder; while it isn't made yet, the folder of all runs.
-        decision: How the run starts.
+        stored: The manifest of the run that is resumed; None for a new one.
         settings: Settings KEY=VALUE as they were typed.
     """
 
     recipe: Recipe
     task: Task
     folder: Path
-    decision: Decision
+    stored: Manifest | None = None
     settings: Sequence[str] = ()
 
 
@@ -76,17 +65,11 @@ def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
     return check_threads(count, read_limits(), known=mode == "force" or count == begun_with)
 
 
-def _own_check(start: Start) -> None:
-    """Runs the task's own method `check`."""
-    if current() is not None and isinstance(start.task, Checked):  # else `check_request` does it
-        start.task.check()
-
-
 def _schedule(start: Start) -> None:
     """Checks that a task's own scheduler doesn't end before the last step of a run that is resumed."""
-    if isinstance(start.decision, Resume):
+    if start.stored is not None:
         steps = make_plan(start.recipe, start.task).steps
-        check_end(start.folder, start.decision.stored, start.task, steps)
+        check_end(start.folder, start.stored, start.task, steps)
 
 
 def _files(start: Start) -> None:
@@ -96,7 +79,7 @@ def _files(start: Start) -> None:
 
 def _services(start: Start) -> None:
     """Checks for a new run that its trackers are reachable and the metrics port is free."""
-    if not isinstance(start.decision, Resume):
+    if start.stored is None:
         check_reachable(start.recipe.log.to)
         check_metrics_port(start.recipe.log)
 
@@ -119,12 +102,11 @@ def _settings(start: Start) -> None:
     for line in (*idle_keys(recipe, typed), *idle_length(recipe, typed, steps)):
         warn(line)
     line = own_defaults(recipe, typed, brings_optimizer(start.task))
-    if line and not isinstance(start.decision, Resume):
+    if line and start.stored is None:
         say(line)
 
 
 START_CHECKS: tuple[tuple[CheckPlace, Callable[[Start], None]], ...] = (
-    ("job", _own_check),
     ("job", _schedule),
     ("host", _files),
     ("job", _services),
@@ -132,16 +114,6 @@ START_CHECKS: tuple[tuple[CheckPlace, Callable[[Start], None]], ...] = (
     ("job", _settings),
     ("job", _no_mps),
 )
-
-
-def places(variables: Mapping[str, str]) -> set[CheckPlace]:
-    """Returns the checks that a rank without a launcher runs: "job" on rank 0, "host" on local rank 0.
-
-    Args:
-        variables: Environment variables, of which RANK and LOCAL_RANK are read; a missing one counts as 0.
-    """
-    found: dict[CheckPlace, str] = {"job": "RANK", "host": "LOCAL_RANK"}
-    return {place for place, name in found.items() if variables.get(name, "0") == "0"}
 
 
 def check_start(start: Start, here: Set[CheckPlace]) -> None:

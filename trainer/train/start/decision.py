@@ -1,10 +1,9 @@
 """Decides how a run starts: new, from another run's checkpoint, resumed, or not at all, as it is finished.
 
-The launcher, ranks without a launcher and `fit` decide before a start. Each rank decides again when its run
-folder is locked, as another process may have trained there meanwhile.
+Rank 0 decides before it makes or locks the run folder, and again if another process has trained there
+meanwhile.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,9 +84,7 @@ def decide(
         check_beginning(folder, stored, source)
     config, plan = recipe.model_dump(mode="json"), make_plan(recipe, task)
     data = data_of(recipe, task, pretrained)
-    # Of rank 0 alone, which writes the manifest: an attribute may hold the rank.
-    first = os.environ.get("RANK", "0") == "0"
-    changes = task_changes(stored, task) if first and resume == "auto" else []
+    changes = task_changes(stored, task) if resume == "auto" else []
     check_resumable(folder, stored, config, device_kind(recipe), data, resume, plan.steps, changes)
     return ended(path_shown(folder), stored, config, resume, plan.steps) or Resume(stored)
 

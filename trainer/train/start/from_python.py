@@ -16,24 +16,22 @@ from torch import nn
 
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import provisional
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import EXIT_DONE, BadInputError, RefusedElsewhereError
+from trainer.host.forks import hangs_in_parallel
 from trainer.host.here import paths_from_here
-from trainer.launch.forked import hangs_in_parallel
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
 from trainer.observe.rows import FILES, OWN
 from trainer.observe.wording import started_by
-from trainer.runs.folder import RUNS, read_rows, remove_unused
+from trainer.runs.folder import RUNS, read_rows
 from trainer.runs.manifest import Manifest, read_stored
-from trainer.runs.report.write import failure_reported
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.task import limit_data, make_task
 from trainer.train.hooks import HookError, find_hooks
 from trainer.train.options import Mode, parse_source
-from trainer.train.start.checks import places
+from trainer.train.request import Request
 from trainer.train.start.micro_batch import stored_size, usual_size
-from trainer.train.start.prepare import Asked, prepare
 from trainer.train.start.process_state import process_state_kept
 from trainer.train.start.rank import train_rank
 
@@ -141,17 +139,11 @@ def _fit(
         assert isinstance(opened, CustomTask)
         stack.callback(opened.remember_changes)
     find_hooks(recipe.hooks, hooks)
-    here = places(os.environ)  # a script under torchrun may call fit on each rank
-    first = "job" in here
-    asked = Asked(recipe, name, 1, here, first, False, wanted, runs, resume, source, words)
-    prepared = prepare(asked, opened)
-    folder = prepared.request.folder
     try:
-        with failure_reported(folder) if first else contextlib.nullcontext():
-            code = train_rank(prepared.request, opened, hooks)
-    finally:
-        if prepared.made:
-            remove_unused(folder)
+        request = Request(recipe, name, wanted, runs, resume, source, words)
+        code, folder = train_rank(request, opened, hooks)
+    except RefusedElsewhereError as error:
+        raise BadInputError(str(error)) from error
     if code != EXIT_DONE:
         raise BadInputError(
             f'{folder}: stopped before its end (code {code}); go on by fit(…, out="{folder}")'

@@ -1,11 +1,9 @@
-"""Plan of this host's ranks: their number, GPUs, CPUs, threads and environment variables."""
+"""Plan of this host's ranks: number, GPUs, CPUs, threads and environment variables. Imports no torch."""
 
 import math
 import os
 import sys
 from collections.abc import Mapping
-
-import torch
 
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
@@ -14,9 +12,8 @@ from trainer.host.allocator import CUBLAS_WORKSPACE, allocator_variables
 from trainer.host.gpus import chosen_gpus
 from trainer.host.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
 from trainer.host.nvml import bus_ids
+from trainer.host.torch_build import NO_GPU, count_gpus, torch_build
 from trainer.launch.launcher import LocalRanks
-from trainer.models.precision import check_precision
-from trainer.train.components.task import device_kind
 
 # Accepted with any number of CPUs: results depend on it, so those of a larger machine may need it.
 _BEARABLE_THREADS = 64
@@ -34,12 +31,13 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     Raises:
         BadInputError: If flags and devices don't fit.
     """
-    count, environment = _devices(recipe, gpus, ranks)
-    environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
-    shares = _cpus(recipe, count, {**os.environ, **environment})
+    there = gpus_for(recipe)
+    count, environment = _devices(recipe, there, gpus, ranks)
+    environment |= allocator_variables(recipe.memory.allocator, os.environ, torch_build().version)
+    shares = _cpus(recipe, count, {**os.environ, **environment} if there else None)
     limits = limits_within(read_limits(), shares)
     environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
-    if device_kind(recipe) == "cuda":
+    if there:
         environment["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")
         if recipe.deterministic:
             name, value = CUBLAS_WORKSPACE
@@ -47,7 +45,19 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     threads = recipe.parallel.threads
     each = threads_per_rank(limits, count) if threads == "auto" else threads
-    return LocalRanks(count, each, environment, shares, tuple(sys.path))
+    return LocalRanks(count, each, environment, shares, tuple(sys.path), count if there else 0)
+
+
+def gpus_for(recipe: Recipe) -> int:
+    """Returns the number of GPUs here on which a recipe may train; 0: it trains on a CPU.
+
+    Raises:
+        BadInputError: If the recipe asks for CUDA and there is no usable GPU.
+    """
+    count = 0 if recipe.device == "cpu" else count_gpus(os.environ)
+    if recipe.device == "cuda" and not count:
+        raise BadInputError(NO_GPU)
+    return count
 
 
 def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
@@ -75,10 +85,9 @@ def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
     return f"parallel.threads={threads}: {granted}, so the threads of a rank take turns, which is slow"
 
 
-def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, dict[str, str]]:
+def _devices(recipe: Recipe, there: int, gpus: str | None, ranks: int | None) -> tuple[int, dict[str, str]]:
     """Returns the number of ranks, and the environment that gives them their GPUs."""
-    if device_kind(recipe) == "cpu":
-        check_precision(recipe.precision, torch.device("cpu"))
+    if not there:
         if gpus is not None:
             why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
             raise BadInputError(
@@ -87,7 +96,6 @@ def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, 
         if ranks is not None and ranks < 1:
             raise BadInputError(f"--nproc-per-node {ranks}: give a number from 1 on")
         return ranks or 1, {}
-    there = torch.cuda.device_count()
     if ranks is not None:
         raise BadInputError("--nproc-per-node is for machines without GPUs; use --gpus N")
     if gpus is None:
@@ -98,10 +106,10 @@ def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, 
     return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
-def _cpus(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> CpuShares:
-    """Returns the CPUs that each rank is bound to."""
+def _cpus(recipe: Recipe, ranks: int, environ: Mapping[str, str] | None) -> CpuShares:
+    """Returns the CPUs that each rank is bound to; `environ`: of ranks on GPUs."""
     places: list[int | None] = [None] * ranks
-    if device_kind(recipe) == "cuda":
+    if environ is not None:
         found = gpu_nodes(bus_ids(environ, ranks))
         places[: len(found)] = found
     return share_cpus(recipe.parallel.cpu_binding, read_topology(), places)

@@ -1,7 +1,7 @@
 """`data.micro_batch_size=auto`: the largest micro-batch that fits on the GPUs, found before the ranks start.
 
 The job's ranks are started as a trial (`micro_batch_rank`), which ends after a few steps. The trial begins
-with the global batch over the ranks, and halves until all ranks leave some memory free.
+with the global batch over the ranks, and halves until all ranks leave some memory free. Imports no torch.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config.recipe import Recipe
-from trainer.distributed.tree import shares_a_tree
+from trainer.config.sizes import shares_a_tree
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
 from trainer.host.memory_room import HEADROOM
 from trainer.launch.launcher import LocalRanks, launch
@@ -23,7 +23,6 @@ from trainer.launch.signals import SignalReceiver
 from trainer.observe.console import say
 from trainer.observe.text import memory_size
 from trainer.runs.manifest import Manifest
-from trainer.train.components.task import device_kind
 
 KEY = "data.micro_batch_size"
 _MODULE = "trainer.train.start.micro_batch_rank"
@@ -77,7 +76,7 @@ def fitting_size(recipe: Recipe, local: LocalRanks) -> int:
         BadInputError: If none fits, or the recipe can't be trained here.
         Interrupted: After a signal.
     """
-    if device_kind(recipe) != "cuda":
+    if not local.gpus:
         return usual_size(recipe, local.ranks, "memory is measured on GPUs only")
     sizes = halved(micro_batch_sizes(recipe, local.ranks))
     say(f"{KEY}=auto: a trial with {sizes[0]} samples, then with half of them until all ranks have room")
@@ -179,7 +178,9 @@ def run_trial(recipe: Recipe, local: LocalRanks, micro_batch_size: int, receiver
         try:
             # What ranks say that run out of memory isn't the user's concern.
             with contextlib.redirect_stderr(said):
-                code = launch(_MODULE, request, local, grace_seconds=5.0, output=nowhere, receiver=receiver)
+                code, _ = launch(
+                    _MODULE, request, local, grace_seconds=5.0, output=nowhere, receiver=receiver
+                )
         finally:
             os.close(nowhere)
         results = [_read(Path(folder, f"rank-{rank}.json")) for rank in range(local.ranks)]

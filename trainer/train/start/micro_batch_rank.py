@@ -61,6 +61,7 @@ def train_some(request: dict[str, Any]) -> dict[str, int]:
     from trainer.train.components.run import build
     from trainer.train.components.task import device_kind, make_task
     from trainer.train.evaluate import evaluate
+    from trainer.train.starting_weights import resolve_pretrained
     from trainer.train.step import train_step
 
     recipe = Recipe.model_validate(request["recipe"])
@@ -69,6 +70,7 @@ def train_some(request: dict[str, Any]) -> dict[str, int]:
     torch.set_num_threads(request["threads"])
     if kind == "cuda":
         check_allocator(recipe.memory.allocator, os.environ, driver_version)
+    recipe, *_ = resolve_pretrained(recipe, None)
     task = make_task(recipe)
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(kind, recipe.parallel.timeout_s))

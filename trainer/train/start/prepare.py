@@ -1,132 +1,186 @@
 """Preparation of a run: weights, task, decision, checks and run folder, in one order for every way in.
 
-The launcher prepares for its ranks, a rank without a launcher and `fit` for themselves.
+Rank 0 prepares for all ranks (`prepare`), before there is a process group; the others wait for what it says,
+and open the data (`prepared_in_turns`).
 """
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+import os
+import secrets
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from trainer.config.recipe import Recipe
+import torch
+
+from trainer.distributed.turns import Turns, heard, tell, wait_for_all
+from trainer.errors import BadInputError
+from trainer.host.files import own_folder, read_inside, write_whole
 from trainer.host.here import from_here
+from trainer.launch.worker import current
+from trainer.models.precision import check_precision
 from trainer.observe.console import warn
-from trainer.observe.profile import ProfileKind
-from trainer.runs.folder import RUNS, check_inside, claim_folder, new_folder
-from trainer.runs.manifest import read_stored
+from trainer.runs.folder import TOKEN, check_inside, claim_folder, lock, new_folder
+from trainer.runs.manifest import Manifest, read_stored
 from trainer.tasks import Task
-from trainer.train.components.task import check_request, make_task
-from trainer.train.options import Mode, StartingPoint
-from trainer.train.request import Request
-from trainer.train.start.checks import CheckPlace, Start, check_start, threads_line
+from trainer.tasks.custom import CustomTask
+from trainer.train.components.task import check_request, device_kind, make_task
+from trainer.train.request import Prepared, Request, as_json, from_json
+from trainer.train.start.checks import Start, check_start, threads_line
 from trainer.train.start.decision import Decision, Finished, From, Resume, decide
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 
+_SHOWN_SECONDS = 60.0  # until a file server shows one host's new file to another
+_POLL_SECONDS = 0.2
+_READY_FACTOR = 3.0  # of the time that rank 0 took, and the other ranks may take for the same data
 
-@dataclass(frozen=True)
-class Asked:
-    """What a start asks for.
 
-    Attributes:
-        recipe: The configuration.
-        name: Name of the recipe.
-        ranks: Number of ranks of the job.
-        here: Checks that this process runs.
-        first: True in the one process of the job that makes the run folder.
-        again: True where ranks are restarted, so that the run folder is made already.
-        folder: The run folder; None for a new one below `runs`.
-        runs: The folder of all runs.
-        resume: The flag --resume.
-        source: The checkpoint of another run to begin from, or None.
-        settings: Settings KEY=VALUE as they were typed.
-        stop_after: The step after which to stop, or None.
-        profile: Kind of profile of some steps, or None.
+def prepared_in_turns(
+    request: Request, turns: Turns, stack: ExitStack, task: Task | None = None
+) -> tuple[Prepared, Task | None]:
+    """Returns what rank 0 has prepared, and the task, which each rank makes; None where nothing is trained.
+
+    Args:
+        request: What the start asks for.
+        turns: The ranks.
+        stack: What it closes is held until the run's end.
+        task: The task, where it is made already.
+
+    Raises:
+        BadInputError: If a check fails.
+        RefusedElsewhereError: If one fails on another rank.
     """
-
-    recipe: Recipe
-    name: str
-    ranks: int
-    here: Set[CheckPlace]
-    first: bool
-    again: bool = False
-    folder: Path | None = None
-    runs: Path = RUNS
-    resume: Mode = "auto"
-    source: StartingPoint | None = None
-    settings: Sequence[str] = ()
-    stop_after: int | None = None
-    profile: ProfileKind | None = None
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run that may be trained.
-
-    Attributes:
-        request: What its ranks are asked for.
-        task: The task.
-        decision: How it starts.
-        made: True if the run folder was made here.
-    """
-
-    request: Request
-    task: Task
-    decision: Decision
-    made: bool
+    began, place = time.monotonic(), turns.place
+    if place.rank == 0:
+        prepared, task = prepare(request, place.size, stack, task)
+        token = "" if place.local_size == place.size or prepared.ended else secrets.token_hex(8)
+        if token:
+            write_whole(own_folder(prepared.folder) / TOKEN, token)
+            stack.callback(lambda: (prepared.folder / TOKEN).unlink(missing_ok=True))
+        seconds = time.monotonic() - began
+        tell(turns, "prepared", {"token": token, "seconds": seconds, **as_json(prepared)})
+    else:
+        said = heard(turns, "prepared")
+        token, seconds = said.pop("token"), said.pop("seconds")
+        prepared = from_json(Prepared, said)
+        if prepared.ended is None:
+            first = turns.first_here
+            if place.rank != first:
+                heard(turns, f"opened-{first}")
+            else:
+                prepared = _prepared_on_this_host(request, prepared, token)
+            task = task or make_task(prepared.recipe)
+            if place.rank == first:
+                check_start(Start(prepared.recipe, task, prepared.folder, prepared.stored), {"host"})
+                tell(turns, f"opened-{first}")
+    if turns.first_here == 0 == place.rank:
+        tell(turns, "opened-0")
+    if isinstance(task, CustomTask):
+        task.tried = prepared.tried
+    wait_for_all(turns, request.recipe.parallel.timeout_s + _READY_FACTOR * seconds)
+    return prepared, task
 
 
-def prepare(asked: Asked, task: Task | None = None) -> PreparedRun:
+def _prepared_on_this_host(request: Request, prepared: Prepared, token: str) -> Prepared:
+    """Checks the run folder of another host than rank 0's, and hashes the weights that lie here."""
+    until = time.monotonic() + _SHOWN_SECONDS
+    while token and _shown(prepared.folder) != token:
+        if time.monotonic() > until:
+            raise BadInputError(
+                f"rank {os.environ.get('RANK')} on {os.uname().nodename} sees another folder at --out "
+                f"{prepared.folder} than rank 0: give one on a file system that all hosts have"
+            )
+        time.sleep(_POLL_SECONDS)
+    asked = (prepared.stored, prepared.folder, prepared.resume, request.source)
+    recipe, pretrained, _ = resolve_pretrained(prepared.recipe, *asked)
+    return replace(prepared, recipe=recipe, pretrained=pretrained)
+
+
+def _shown(folder: Path) -> str:
+    with suppress(OSError):
+        return read_inside(folder / TOKEN, 100).decode(errors="replace")
+    return ""
+
+
+def prepare(
+    request: Request, ranks: int, stack: ExitStack, task: Task | None = None
+) -> tuple[Prepared, Task]:
     """Prepares a run. Bad input leaves no folder.
 
     Args:
-        asked: What the start asks for.
+        request: What the start asks for.
+        ranks: Number of ranks of the job.
+        stack: What it closes is held until the run's end: the folder's lock.
         task: The task, where it is made already.
 
     Raises:
         BadInputError: If a check fails.
     """
-    folder = asked.folder
+    folder, resume = request.folder, request.resume
+    _check_devices(request)
     stored = None if folder is None else read_stored(folder)
-    if "job" in asked.here and (line := threads_line(asked.recipe, stored, asked.resume)):
+    if line := threads_line(request.recipe, stored, resume):
         warn(line)
-    recipe, pretrained, fresh = resolve_pretrained(
-        asked.recipe, stored, folder, asked.resume, asked.source
-    )  # one process of a host fetches the weights, the others wait for it
+    recipe, pretrained, fresh = resolve_pretrained(request.recipe, stored, folder, resume, request.source)
     task = task or make_task(recipe)
-    check_request(recipe, task, asked.ranks, fresh)
+    check_request(recipe, task, ranks, fresh)
     # Code of the task may have left the folder of the start.
-    folder = folder and from_here(folder)
-    source = asked.source and asked.source._replace(run=from_here(asked.source.run))
-    decision = decide(recipe, folder, task, pretrained=pretrained, resume=asked.resume, source=source)
-    made, runs = False, from_here(asked.runs)
+    folder, runs = folder and from_here(folder), from_here(request.runs)
+    source = request.source and request.source._replace(run=from_here(request.source.run))
+
+    def decided(folder: Path | None) -> Decision:
+        return decide(recipe, folder, task, pretrained=pretrained, resume=resume, source=source)
+
+    decision, made = decided(folder), False
     if not isinstance(decision, Finished):
-        check_start(Start(recipe, task, folder or runs, decision, asked.settings), asked.here)
-        folder, made = _folder(asked, recipe, folder, runs, isinstance(decision, Resume))
+        check_start(Start(recipe, task, folder or runs, _stored(decision), request.settings), {"job", "host"})
+        if folder is None:
+            folder, made = new_folder(runs, request.name, recipe), True
+        else:
+            made = not (isinstance(decision, Resume) or request.again) and claim_folder(folder)
+        _hold(folder, stack)
+        if read_stored(folder) != _stored(decision):  # another process has trained there meanwhile
+            decision = decided(folder)
     begun_from = decision.checkpoint if isinstance(decision, From) else None
-    if begun_from is not None and asked.first:
+    if begun_from is not None:
         keep_beginning(folder or runs, begun_from)
-    request = Request(
+    prepared = Prepared(
         recipe,
-        asked.name,
+        request.name,
         (folder or runs).absolute(),  # the same after each restart
-        asked.resume,
-        asked.stop_after,
-        asked.profile,
-        begun_from=begun_from,
-        pretrained=pretrained,
-        tried=dict(getattr(task, "tried", {})),
+        resume,
+        request.stop_after,
+        request.profile,
+        request.command,
+        _stored(decision),
+        begun_from,
+        pretrained,
+        dict(getattr(task, "tried", {})),
+        made,
+        (decision.line, decision.code) if isinstance(decision, Finished) else None,
     )
-    return PreparedRun(request, task, decision, made)
+    return prepared, task
 
 
-def _folder(
-    asked: Asked, recipe: Recipe, wanted: Path | None, runs: Path, resumes: bool
-) -> tuple[Path, bool]:
-    """Returns the run folder, and True if it was made here; only one process of the job makes it."""
-    if not asked.first:
-        return wanted or runs, False
-    if wanted is None:
-        folder, made = new_folder(runs, asked.name, recipe), True
-    else:
-        folder, made = wanted, not (resumes or asked.again) and claim_folder(wanted)
+def _stored(decision: Decision) -> Manifest | None:
+    return decision.stored if isinstance(decision, Resume) else None
+
+
+def _hold(folder: Path, stack: ExitStack) -> None:
+    """Locks the run folder: a rank's lock is held until its process ends."""
     check_inside(folder)
-    return folder, made
+    file = lock(folder)
+    if current() is None:
+        stack.callback(os.close, file)
+
+
+def _check_devices(request: Request) -> None:
+    """Checks that the device has what the recipe asks for, and that PyTorch can use what the launcher saw."""
+    recipe = request.recipe
+    if device_kind(recipe) == "cpu":
+        if request.gpus:
+            raise BadInputError(
+                f"the driver lists {request.gpus} GPUs, and PyTorch {torch.__version__} can't use them: is "
+                "the driver too old for it (nvidia-smi)? device=cpu trains without them"
+            )
+        check_precision(recipe.precision, torch.device("cpu"))

@@ -5,11 +5,10 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed as dist
-from typing_extensions import assert_never
 
 from trainer.checkpoint.store import names_of
 from trainer.config.recipe import Recipe
@@ -20,112 +19,141 @@ from trainer.distributed.parallel import (
     is_sharded,
     joined_world,
     least_over_ranks,
+    open_store,
 )
+from trainer.distributed.turns import in_turns
 from trainer.distributed.watchdog import Watchdog, watching
-from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, LostPeerError
+from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, LostPeerError, paths_explained
 from trainer.host.affinity import limits_within, unpin_main_thread
 from trainer.host.allocator import check_allocator
+from trainer.host.files import write_whole
 from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.nvml import driver_version
 from trainer.launch.signals import Stopped
-from trainer.launch.worker import cpu_shares, current
+from trainer.launch.worker import cpu_shares, current, note_signals
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
-from trainer.runs.folder import check_inside, checkpoints_of, lock
+from trainer.runs.folder import checkpoints_of, has_checkpoint, remove_unused
 from trainer.runs.manifest import Manifest
-from trainer.runs.report.write import leave_report
+from trainer.runs.report.write import failure_reported, leave_report
 from trainer.tasks import Task
-from trainer.tasks.custom import CustomTask
 from trainer.train.anomaly import AnomalyDetector, Finding, read_anomalies
 from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.components.loading import choose_loading
 from trainer.train.components.memory import memory_warning
 from trainer.train.components.run import build
 from trainer.train.components.task import (
-    check_request,
     data_of,
     device_kind,
-    make_task,
     methods_of,
     task_notes,
 )
 from trainer.train.loop import train
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
-from trainer.train.request import Request
+from trainer.train.request import Prepared, Request, as_json
 from trainer.train.saving import Checkpoints
-from trainer.train.start.decision import Finished, From, New, Resume, decide
+from trainer.train.start.job import restarted
+from trainer.train.start.prepare import prepared_in_turns
 from trainer.train.start.process_state import switches_kept
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_replaced, gather_weights
 
 
-def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] = ()) -> int:
-    """Trains as one rank.
+class RankEnd(NamedTuple):
+    """End of a rank.
+
+    Attributes:
+        code: The exit code: 0 finished; 75 stopped by a signal or --stop-after, with a checkpoint to resume
+            from.
+        folder: The run folder.
+    """
+
+    code: int
+    folder: Path
+
+
+def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] = ()) -> RankEnd:
+    """Prepares a run with the other ranks, and trains as one of them.
 
     Args:
-        request: The request, equal on all ranks.
+        request: What the start asks for, equal on all ranks.
         task: The task; None: the one that the recipe names.
         hooks: Hooks in addition to those of recipe and task, see `trainer.train.hooks`.
 
-    Returns:
-        The exit code: 0 finished; 75 stopped by a signal or --stop-after, with a checkpoint to resume from.
-
     Raises:
         BadInputError: If the recipe can't be trained here, or another process trains in the folder.
+        RefusedElsewhereError: If another rank has found that it can't.
         DivergedError: If an anomaly ends the run, or its final loss or metric isn't finite.
         Stopped: If a signal stopped the run and there is no checkpoint.
     """
+    worker = current()
     unpin_main_thread(cpu_shares())
     with contextlib.ExitStack() as stack:
         stack.enter_context(paths_from_here())
+        if worker is not None:
+            worker.prepares(lambda: has_checkpoint(request.folder, False, request.name))
+            stack.callback(note_signals)
+        stack.enter_context(paths_explained())
+        store = open_store(request.recipe.parallel.timeout_s)
+        with in_turns(store) as turns:
+            prepared, task = prepared_in_turns(request, turns, stack, task)
+            if worker is not None:
+                worker.write_to_a_log_of_its_own(prepared.folder)
         if _is_first():
-            check_inside(request.folder)
-            file = lock(request.folder)  # a rank's is held until its process ends
-            if current() is None:
-                stack.callback(os.close, file)
-        return _train_locked(request, task, hooks)
-
-
-def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> int:
-    recipe, folder = request.recipe, request.folder
-    kind, task = device_kind(recipe), task or make_task(recipe)
-    if request.tried and isinstance(task, CustomTask):
-        task.tried = request.tried  # of the launcher's trial
-    data = data_of(recipe, task, request.pretrained)
-    detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
-    # Before the ranks meet, so that each reads the folder as it was before rank 0 writes the manifest.
-    decision = decide(
-        recipe,
-        folder,
-        task,
-        pretrained=request.pretrained,
-        resume=request.resume,
-        source=request.begun_from,
-    )
-    match decision:
-        case Finished(line, code):
+            stack.enter_context(_folder_kept(request, prepared))
+        if prepared.ended is not None:
+            line, code = prepared.ended
             if _is_first():
                 say(line)
-            return code
-        case Resume():
-            stored: Manifest | None = decision.stored
-        case New() | From():
-            stored = None
-        case _:
-            assert_never(decision)
+            return RankEnd(code, prepared.folder)
+        assert task is not None
+        return RankEnd(_train_prepared(prepared, task, hooks, store), prepared.folder)
+
+
+@contextlib.contextmanager
+def _folder_kept(request: Request, prepared: Prepared) -> Iterator[None]:
+    """Leaves the run folder for a restart; without a launcher, removes one in which no run has begun."""
+    worker, folder = current(), prepared.folder
+    made = prepared.made or request.made
+
+    def resumable() -> bool:
+        if made and worker is not None and worker.launch is None:
+            remove_unused(folder)
+        return has_checkpoint(folder, False, request.name)
+
+    if worker is not None:
+        worker.prepares(resumable)
+    if worker is not None and worker.launch is not None:
+        worker.leave_for_launcher(as_json(restarted(request, folder, made)))
+        yield
+        return
+    if request.marker is not None:
+        write_whole(request.marker, str(folder))
+    try:
+        with failure_reported(folder):
+            yield
+    finally:
+        if made:
+            remove_unused(folder)
+
+
+def _train_prepared(prepared: Prepared, task: Task, hooks: Sequence[Any], store: Any) -> int:
+    recipe, folder = prepared.recipe, prepared.folder
+    kind, data = device_kind(recipe), data_of(recipe, task, prepared.pretrained)
+    detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
     if kind == "cuda":
         check_allocator(recipe.memory.allocator, os.environ, driver_version)
     with (
-        joined_world(kind, recipe.parallel.timeout_s) as world,
+        joined_world(kind, recipe.parallel.timeout_s, store) as world,
         _saved_marked(folder),
         watching(world, recipe.parallel) as watchdog,
         _late_marked(),
     ):
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
-        return _attempt(request, task, hooks, data, world, stored, watchdog)
+        return _attempt(prepared, task, hooks, data, world, watchdog)
 
 
 @contextlib.contextmanager
@@ -152,44 +180,43 @@ def _late_marked() -> Iterator[None]:
 
 
 def _attempt(
-    request: Request,
+    prepared: Prepared,
     task: Task,
     hooks: Sequence[Any],
     data: dict[str, str],
     world: World,
-    stored: Manifest | None,
     watchdog: Watchdog,
 ) -> int:
     """Trains from the newest checkpoint; returns the exit code."""
-    recipe, folder = request.recipe, request.folder
+    recipe, folder, stored = prepared.recipe, prepared.folder, prepared.stored
     with contextlib.ExitStack() as stack:
         switches_are_set = stack.enter_context(switches_kept())
         # Hosts may have different numbers of CPUs, but all ranks must use as many threads.
-        threads, notes = choose_threads(recipe, stored, request.resume, world)
+        threads, notes = choose_threads(recipe, stored, prepared.resume, world)
         torch.set_num_threads(least_over_ranks(threads, world))
         sharded = is_sharded(recipe.parallel, world)
-        checkpoint, damaged = newest_checkpoint(folder, request.resume, world, stored, sharded)
+        checkpoint, damaged = newest_checkpoint(folder, prepared.resume, world, stored, sharded)
         begin = checkpoint.step if checkpoint else 0
         anomalies = [one for one in read_anomalies(folder) if one["step"] <= begin]  # later ones come again
-        begun = (stored.begun_from if stored else request.begun_from) if checkpoint is None else None
+        begun = (stored.begun_from if stored else prepared.begun_from) if checkpoint is None else None
         fresh = checkpoint is None and begun is None
-        check_request(recipe, task, world.size, fresh)
         where = f"{begin} of {begun.hash}" if begun else str(begin)
         check_agreement(f"{config_hash(recipe)} {data} {methods_of(task)} from {where}", world)
         losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
-        run, loading = _build(request, task, world, fresh)
+        run, loading = _build(prepared, task, world, fresh)
         switches_are_set()
         stack.callback(run.close)
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
-        load_checkpoint(run, checkpoint, request.stop_after, stored)
+        load_checkpoint(run, checkpoint, prepared.stop_after, stored)
         parallel = recipe.parallel.model_dump()
         resumed = resume_notes(stored, damaged, begin, world, run.steps, parallel)
         notes += [*loading, *run.notes, *resumed, *task_notes(stored, task)]
         if begun is not None:
             notes += begin_from(run, folder, begun)
-        out = open_outputs(stack, request, run, stored, data, notes, anomalies, hooks)
+        note_signals()
+        out = open_outputs(stack, prepared, run, stored, data, notes, anomalies, hooks)
         detector = None
         if run.recent is not None:
             group, history = run.reduction.loss_group, run.state.history
@@ -197,14 +224,14 @@ def _attempt(
         detail(f"the loop begins with step {begin + 1}")
         watchdog.start(begin + recipe.compile.warm_up if run.compiled else 0)
         with memory_explained(run, folder):
-            ending = train(run, out, detector, stop_after=request.stop_after)
+            ending = train(run, out, detector, stop_after=prepared.stop_after)
 
         if ending.finding is not None:
-            _end_by_anomaly(ending.finding, request, run, out)
+            _end_by_anomaly(ending.finding, prepared, run, out)
         if ending.how != "finished":
             out.leave(
                 "stopped",
-                _how_to_resume(ending.signal, run.state.step, out.checkpoints, request.command),
+                _how_to_resume(ending.signal, run.state.step, out.checkpoints, prepared.command),
                 run.state.step,
             )
             return EXIT_REQUEUE
@@ -218,31 +245,31 @@ def _attempt(
     return EXIT_DONE
 
 
-def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run, list[str]]:
+def _build(prepared: Prepared, task: Task, world: World, fresh: bool) -> tuple[Run, list[str]]:
     """Builds the run, and returns it with notes on its loader; warns if memory may not suffice."""
-    recipe = request.recipe
+    recipe = prepared.recipe
     loading = choose_loading(recipe, task, _limits(), world.local_size)
     setting = loading.setting
-    run = build(recipe, task, world, setting.workers, request.folder, setting.prefetch, fresh)
+    run = build(recipe, task, world, setting.workers, prepared.folder, setting.prefetch, fresh)
     if line := memory_warning(recipe, task, run.state.model, world, loading.bytes):
         warn(line)
     return run, [loading.line] if loading.line else []
 
 
-def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) -> NoReturn:
+def _end_by_anomaly(finding: Finding, prepared: Prepared, run: Run, out: Outputs) -> NoReturn:
     """Writes the anomaly, checkpoints and report, before any rank leaves; collective.
 
     Raises:
         DivergedError: The run's end.
     """
     enter_phase("checkpoint")
-    end = out.anomalies.ends(finding, request.recipe.anomaly)
+    end = out.anomalies.ends(finding, prepared.recipe.anomaly)
     out.checkpoints.close()
     if out.progress_bar is not None:
         out.progress_bar.close()
     if out.manifest is not None:
         out.leave("diverged", str(end), run.state.step)
-        leave_report(request.folder)
+        leave_report(prepared.folder)
     if run.world.group is not None:  # the ranks wait for each other until all is written
         dist.barrier(run.world.control or run.world.group)
     raise end
