@@ -325,7 +325,6 @@ def _run(words: list[str]) -> int:
         importlib.invalidate_caches()
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module("sitecustomize")
-            _never_fork()
     try:
         if kind == "-c":
             main = types.ModuleType("__main__")
@@ -350,12 +349,6 @@ def _run(words: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _never_fork() -> None:
-    """Lets ranks start as Pythons of their own: what a sitecustomize does is meant for each of them."""
-    for name in ("trainer.launch.forked", "trainer.train.start.resolve"):
-        importlib.import_module(name).can_fork = lambda *_, **__: False  # type: ignore[attr-defined]
 
 
 def _end(code: int) -> NoReturn:

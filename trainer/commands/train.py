@@ -230,28 +230,24 @@ def _train(options: argparse.Namespace) -> int:
     from trainer.launch.nodes import is_rank, rank_variables
 
     variables = {**os.environ, **rank_variables(os.environ)}
-    rank = int(variables["RANK"]) if is_rank(variables) else None
+    rank = int(variables["RANK"]) if is_rank(variables) and not options.help_config else None
     set_verbosity("normal" if rank and options.verbosity == "verbose" else options.verbosity)
     if options.no_progress:
         without_bars()
     if options.log_format == "json":
         log_as_json(rank)
+    if rank is not None:
+        from trainer.launch.worker import Worker
+
+        os.environ.update(variables)
+        with Worker() as worker:  # before the slow imports, so that a signal finds a handler
+            worker.code = _train_as_rank(options)
+        return worker.exit_code
     find_recipe(options, find_run(options))
     if options.help_config:
         print("\n".join(key_lines(options.recipe, *provisional(options.recipe, options.set, options.values))))
         return 0
     check_code(options)
-    os.environ.update(rank_variables(os.environ))
-    if is_rank(os.environ):
-        from trainer.launch.worker import Worker
-
-        with Worker() as worker:  # before the slow imports, so that a signal finds a handler
-            given = provisional(options.recipe, options.set, options.values)
-            from trainer.train.start.job import request_of_rank
-            from trainer.train.start.rank import train_rank
-
-            worker.code = train_rank(request_of_rank(options_of(options), *given)).code
-        return worker.exit_code
     from trainer.launch.signals import end_on_signal
     from trainer.runs.folder import has_checkpoint
 
@@ -261,6 +257,19 @@ def _train(options: argparse.Namespace) -> int:
     from trainer.train.start.job import start
 
     return start(options_of(options), *given)
+
+
+def _train_as_rank(options: argparse.Namespace) -> int:
+    """Trains as a rank that torchrun or Slurm started; returns the exit code."""
+    from trainer.config.recipe_file import provisional
+
+    find_recipe(options, find_run(options))
+    check_code(options)
+    given = provisional(options.recipe, options.set, options.values)
+    from trainer.train.start.job import request_of_rank
+    from trainer.train.start.rank import train_rank
+
+    return train_rank(request_of_rank(options_of(options), *given)).code
 
 
 def _cpus_wanted(recipe: "Recipe", ranks: int) -> float:

@@ -72,6 +72,7 @@ class Worker:
         self._folder = None if folder is None else Path(folder)
         self._flag = signals.StopFlag()
         self._resumable: Callable[[], bool] | None = None
+        self._prepared = False  # once this rank has read the command
         self._record_lock = threading.Lock()
         self._stack = contextlib.ExitStack()
         self.hang_file: TextIO | None = None
@@ -109,7 +110,7 @@ class Worker:
             resumable: Returns whether the run folder has a checkpoint, for the exit code; None: signals are
                 noted from now on.
         """
-        self._resumable = resumable
+        self._resumable, self._prepared = resumable, True
         if resumable is not None and self._flag.requested is not None:
             self._end_where_nothing_is_lost(self._flag.requested)
 
@@ -174,8 +175,8 @@ class Worker:
 
     def _tell(self, record: ExitRecord) -> None:
         text = f"trainer: {record.line}\n" if record.line else ""
-        if record.told and record.code == EXIT_BAD_INPUT and self._folder is None:
-            text = ""  # the rank that refused the run says it
+        if record.code == EXIT_BAD_INPUT and self._folder is None and self._another_says_it(record):
+            text = ""
         text = text + record.traceback if record.for_all else record.traceback or text
         if self._folder is not None:
             try:
@@ -185,6 +186,10 @@ class Worker:
                 text += f"trainer: {error}\n"
         if text:
             tell(text, "error")
+
+    def _another_says_it(self, record: ExitRecord) -> bool:
+        """True for what the first rank of this host refuses, too, or what another rank has refused."""
+        return record.told or (not self._prepared and os.environ.get("LOCAL_RANK", "0") != "0")
 
     def write_to_a_log_of_its_own(self, run: Path) -> None:
         """Redirects output to a file of the run folder in jobs with several nodes, for all ranks but the
