@@ -122,7 +122,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
 
     loop.__dict__["train"] = train
     with Worker() as worker:
-        worker.code = train_rank(Request(recipe, "digits", folder))
+        worker.code = train_rank(Request(recipe, "digits", folder)).code
     os._exit(worker.exit_code)
 
 

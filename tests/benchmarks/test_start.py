@@ -1,10 +1,6 @@
 """Promise: a start imports only what it needs, once; the time of each of its phases is reported."""
 
-import _thread
 import sys
-import threading
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +9,6 @@ from benchmarks.__main__ import main
 from benchmarks.start import Pair, one_start, read_marks, two_ranks
 from tests.helpers.luck import forked_or_skipped
 from tests.helpers.tables import table_rows
-from tests.helpers.toys import make_recipe
-from tests.helpers.waiting import until
-from trainer.host.affinity import CpuShares
-from trainer.launch import forked
-from trainer.launch.launcher import LocalRanks
-from trainer.train.start import resolve as starting
 
 # Seen with torch 2.9.1: 1,396 and 1,751. TensorBoard's writer is 320 of them; torch's compiler has 830.
 MOST_MODULES = (1500, 1900)
@@ -86,61 +76,3 @@ def test_the_ratio_is_to_the_script_that_imports_no_more(
         "8.00 (8.00 to 8.00)",
         f"{2 * script:.2f} ({2 * script:.2f} to {2 * script:.2f})",
     ]
-
-
-def test_whose_rank_may_be_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that computed with nothing yet, and without a GPU; a user's code must have opened nothing, too."""
-    asked = list[bool]()
-
-    def can_fork(_: forked.Footprint, *, files: bool) -> bool:
-        asked.append(files)
-        return True
-
-    monkeypatch.setattr(starting, "can_fork", can_fork)
-    monkeypatch.setattr(starting, "device_kind", lambda recipe: recipe.device.replace("auto", "cpu"))
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    before, local = forked.footprint(), LocalRanks(1, 1)
-    assert starting._may_fork(make_recipe(), before, local)
-    assert starting._may_fork(make_recipe(log={"to": ["jsonl", "mine.py:sink"]}), before, local)
-    assert starting._may_fork(make_recipe(hooks={"use": ["mine.py:hook"]}), before, local)
-    assert starting._may_fork(make_recipe(task="mine.py"), before, local)
-    assert asked == [False, False, True, True]
-    bound = CpuShares((frozenset({0}),))
-    assert starting._may_fork(make_recipe(), before, LocalRanks(1, 1, cpus=bound))
-    pinned = replace(bound, pinned=True)
-    assert not starting._may_fork(make_recipe(), before, LocalRanks(1, 1, cpus=pinned))
-    assert not starting._may_fork(make_recipe(device="cuda"), before, local)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    assert not starting._may_fork(make_recipe(), before, local)
-
-
-def test_what_does_not_come_through_a_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(threading, "active_count", lambda: 1)  # a test runner has some of its own
-    before = forked.footprint()
-    assert before.threads and len(before.files) > 2
-    assert forked.can_fork(before, files=True)
-    with (tmp_path / "left-open").open("w"):
-        assert not forked.can_fork(before, files=True)
-        assert forked.can_fork(before, files=False)
-    ends = threading.Lock()
-    with ends:  # a library's thread, where one of OpenBLAS's has ended
-        _thread.start_new_thread(ends.acquire, ())
-        until(lambda: len(forked.footprint().threads) > len(before.threads))
-        ended = before._replace(threads=before.threads | {"1", "2"})
-        assert not forked.can_fork(ended, files=False)
-    until(lambda: forked.footprint().threads <= before.threads)
-    last = threading.Lock()  # kept by a thread that Python has joined, and that has instructions to go
-    last.acquire()
-    _thread.start_new_thread(last.acquire, ())
-    until(lambda: len(forked.footprint().threads) > len(before.threads))
-
-    def end(_: str) -> str:
-        if forked.footprint().threads - before.threads:
-            last.release()
-            until(lambda: forked.footprint().threads <= before.threads)
-        return "7 (python) R 1"
-
-    monkeypatch.setattr(forked, "text_of", end)
-    assert forked.can_fork(before, files=False)
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
-    assert not forked.can_fork(before, files=False)

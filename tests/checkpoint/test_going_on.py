@@ -22,7 +22,7 @@ from trainer.checkpoint import store
 from trainer.cli import make_parser
 from trainer.commands.train import find_run, options_of
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import load_recipe
+from trainer.config.recipe_file import load_recipe, provisional
 from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.runs.folder import (
@@ -31,8 +31,8 @@ from trainer.runs.folder import (
 from trainer.train import loop, recording, summary
 from trainer.train.components.task import data_of, make_task
 from trainer.train.request import Request
-from trainer.train.start import resolve as start
-from trainer.train.start.rank import words_to_resume
+from trainer.train.start.job import request_of_rank
+from trainer.train.start.rank import train_rank, words_to_resume
 
 # What a stop leaves is what is on the disk.
 
@@ -354,16 +354,8 @@ def test_a_checkpoint_without_its_hashes_is_left_out(tmp_path: Path, stopped: Pa
 def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank finds the folder of the newest run, or that of the attempt before."""
     monkeypatch.chdir(tmp_path)
-    found = list[Path]()
-
-    def train_rank(request: Request, _: object) -> int:
-        found.append(request.folder)
-        if os.environ["RANK"] == "0":
-            (request.folder / "begun").touch()
-        return 0
-
-    monkeypatch.setattr(start, "train_rank", train_rank)
-    recipe = load_recipe("digits", words := ["data.limit=64", "model.width=4", "parallel.threads=1"])
+    words = ["data.limit=64", "model.width=4", "parallel.threads=1", "max_steps=1"]
+    recipe = load_recipe("digits", words)
     run = Path("runs", "digits-00000000-1")
     run.mkdir(parents=True)
     fingerprint = data_of(recipe, make_task(recipe))
@@ -372,18 +364,17 @@ def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: p
     )
     (run / "manifest.json").write_text(json.dumps(manifest))
 
-    def folder_of(rank: str, *more: str) -> Path:
+    def request(rank: str, *more: str) -> Request:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "1")):
             monkeypatch.setenv(name, value)
         options = make_parser().parse_args(["train", "digits", *words, *more])
-        assert start.train_without_launcher(options_of(options)) == 0
-        return found[-1]
+        return request_of_rank(options_of(options), *provisional("digits", words))
 
-    assert {folder_of(rank, "--resume", "newest") for rank in "01"} == {run.absolute()}
-    made = folder_of("0")
+    assert {request(rank, "--resume", "newest").folder for rank in "01"} == {run}
+    made = train_rank(request("0")).folder
     assert made != run.absolute() and made.is_dir()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert {folder_of(rank) for rank in "01"} == {made}
+    assert {request(rank).folder for rank in "01"} == {made}
 
 
 # What fails, and by how many steps it is preceded in that attempt: then the code is 1, else it is bad input.

@@ -14,12 +14,13 @@ import torch
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.privileges import permissions_count
 from tests.helpers.refusals import named, refusal, refused
-from trainer.cli import main, make_parser
-from trainer.commands.train import options_of
+from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.errors import BadInputError, mendable, paths_explained
-from trainer.train.start import local_ranks, resolve as start
+from trainer.launch.launcher import Launched
+from trainer.train.request import Request
+from trainer.train.start import job, local_ranks, rank
 from trainer.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -286,11 +287,9 @@ def test_an_error_of_the_file_system_is_one_line(error: OSError, line: str) -> N
 
 def test_a_rank_that_torchrun_started_says_it_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     error = PermissionError(13, "Permission denied", "data/train")
-    monkeypatch.setattr(start, "prepare", mock.Mock(side_effect=error))
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank, "prepared_in_turns", mock.Mock(side_effect=error))
     with refused("data/train"):
-        start.train_without_launcher(options_of(make_parser().parse_args(["train", "digits"])))
+        rank.train_rank(Request(Recipe(epochs=1), "digits"))
 
 
 QUICK = """
@@ -356,19 +355,18 @@ def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureF
 def test_the_grace_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def launch(*_: Any, grace_seconds: float, **__: Any) -> int:
+    def launch(_: str, request: dict[str, Any], *__: Any, grace_seconds: float, **___: Any) -> Launched:
         given.append(grace_seconds)
-        return 2
+        return Launched(2, request)
 
-    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(job, "launch", launch)
     main(["train", "digits"])
     main(["train", "digits", "--grace", "7.5"])
     assert given == [25.0, 7.5]
 
 
 def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_ranks, "device_kind", lambda _: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(local_ranks, "count_gpus", lambda _: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
 
     def ranks(gpus: str | None) -> tuple[int, str | None]:

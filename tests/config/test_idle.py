@@ -12,7 +12,6 @@ from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.training import OptimConfig
 from trainer.train.components.task import make_task
 from trainer.train.start.checks import Start, check_start
-from trainer.train.start.decision import New
 
 
 @pytest.mark.parametrize(
@@ -82,4 +81,4 @@ def test_defaults_of_an_own_task_are_told() -> None:
 def test_more_epochs_than_a_run_may_have_steps_are_no_fault_where_max_steps_ends_it() -> None:
     recipe = load_recipe("digits", ["epochs=1000000000", "max_steps=3", "parallel.threads=1"])
     task = make_task(recipe)
-    check_start(Start(recipe, task, Path("runs/none"), New(), ["max_steps=3"]), {"job"})
+    check_start(Start(recipe, task, Path("runs/none"), settings=["max_steps=3"]), {"job"})

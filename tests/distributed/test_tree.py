@@ -16,9 +16,9 @@ from tests.helpers.steps import State, assert_same_bits, train_some
 from tests.helpers.topologies import topologies
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import SIZES, Ranks
+from trainer.config.sizes import shares_a_tree
 from trainer.distributed import consensus
 from trainer.distributed.parallel import World
-from trainer.config.sizes import shares_a_tree
 from trainer.distributed.tree import Sums, Tournament, TreeReduction
 from trainer.errors import BadInputError
 from trainer.train.components.run import build

@@ -14,12 +14,9 @@ from tests.helpers.late import import_late
 from tests.helpers.toys import before_each_step_ends
 from trainer.config.recipe import Recipe
 from trainer.launch.worker import Worker
-from trainer.runs.manifest import read_stored
-from trainer.train.components.task import make_task
 from trainer.train.options import Mode, parse_source
 from trainer.train.request import Request
 from trainer.train.start.rank import train_rank
-from trainer.train.starting_weights import find_beginning, keep_beginning
 
 
 class Attempt(NamedTuple):
@@ -115,12 +112,9 @@ def _attempt(
     if before is not None:
         before()
     with Worker() as worker:
-        begun_from = None
-        if source is not None and read_stored(folder) is None:
-            begun_from = find_beginning(parse_source(source), recipe, make_task(recipe))
-            keep_beginning(folder, begun_from)
-        request = Request(recipe, "small", folder, mode, stop_after, begun_from=begun_from)
-        worker.code = train_rank(request)
+        begin = None if source is None else parse_source(source)
+        request = Request(recipe, "small", folder, mode, stop_after, source=begin)
+        worker.code = train_rank(request).code
     assert worker.record is not None
     told.with_suffix(".line").write_text(json.dumps(worker.record.line))
     os._exit(worker.exit_code)

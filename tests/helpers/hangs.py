@@ -88,7 +88,7 @@ class Job:
         self.folder, self._words = Path(self._root.name, "run"), Path(self._root.name, "words")
         self.folder.mkdir()
         self._words.mkdir()
-        write_launch(self._words, Launch(sys.path, os.getpid(), CpuShares(), None))
+        write_launch(self._words, Launch(sys.path, os.getpid(), CpuShares(), False))
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self.ranks = [
@@ -161,7 +161,7 @@ def _rank(
     for fault in faults:
         fault(number)
     with Worker(words) as worker:
-        worker.code = train_rank(Request(recipe, "small", folder))
+        worker.code = train_rank(Request(recipe, "small", folder)).code
     os._exit(worker.exit_code)
 
 

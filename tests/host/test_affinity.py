@@ -150,7 +150,7 @@ def test_a_single_rank_has_its_node() -> None:
 )
 def test_ranks_read_what_the_launcher_wrote(each: list[Cpus], pinned: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        launch = Launch(sys.path, os.getpid(), CpuShares(tuple(each), pinned), None)
+        launch = Launch(sys.path, os.getpid(), CpuShares(tuple(each), pinned), False)
         write_launch(Path(folder), launch)
         assert read_launch(Path(folder)) == launch
     assert all(count_cpus(cpus_text(share)) == len(share) for share in each)
@@ -255,13 +255,15 @@ def test_the_limits_stay_those_of_the_container() -> None:
 START_OF_A_RANK = """
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # as libgomp does, when torch loads it
 import trainer.train.start.rank
+from trainer.config.recipe_file import load_recipe
+from trainer.train.request import Request
 
-def looked_at():
+def looked_at(_):
     print(len(os.sched_getaffinity(0)))
     raise SystemExit
 
-trainer.train.start.rank._is_first = looked_at
-trainer.train.start.rank.train_rank(None)
+trainer.train.start.rank.open_store = looked_at
+trainer.train.start.rank.train_rank(Request(load_recipe("digits"), "digits"))
 """
 
 

@@ -10,20 +10,22 @@ import pytest
 import torch
 
 import trainer.train.start.checks
+import trainer.train.start.job
 import trainer.train.start.local_ranks
-import trainer.train.start.resolve
 from tests.helpers import preloaded
 from tests.helpers.manifests import least_manifest
+from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.config.recipe import Recipe
-from trainer.errors import BadInputError
 from trainer.host.affinity import CpuShares, cpus_text
 from trainer.host.allocator import VARIABLES
 from trainer.host.limits import Limits
-from trainer.launch.launcher import LocalRanks
+from trainer.launch.launcher import Launched, LocalRanks
 from trainer.runs.manifest import Manifest
 from trainer.train.options import Mode
+from trainer.train.start.local_ranks import check_threads
 
+TWELVE = Limits(12.0, 1 << 34, 1 << 30, None, {})
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -32,13 +34,13 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What `launch` was called with, on a machine with 12 CPUs."""
     seen: dict[str, Any] = {}
 
-    def launch(_: str, __: object, local: LocalRanks, **___: Any) -> int:
+    def launch(_: str, request: dict[str, Any], local: LocalRanks, **__: Any) -> Launched:
         seen.update(local._asdict())
-        return 0
+        return Launched(0, request)
 
-    monkeypatch.setattr(trainer.train.start.resolve, "launch", launch)
+    monkeypatch.setattr(trainer.train.start.job, "launch", launch)
     for module in (trainer.train.start.local_ranks, trainer.train.start.checks):
-        monkeypatch.setattr(module, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
+        monkeypatch.setattr(module, "read_limits", lambda: TWELVE)
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
         monkeypatch.delenv(name, raising=False)
@@ -62,20 +64,15 @@ def test_threads_and_compilers_are_a_share_of_the_limits(started: dict[str, Any]
 def test_more_threads_than_a_machine_bears_are_refused(
     started: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("parallel.threads=65") == 2
-    assert not started
-    assert capsys.readouterr().err.startswith(
-        "trainer: error: parallel.threads=65: this container has 12 CPUs (unknown); give 12 or fewer, or auto"
-    )
     assert train("parallel.threads=100000") == 2
-    assert "parallel.threads=100000: input should be less than or equal to 4096" in capsys.readouterr().err
+    assert not started
+    assert named(capsys.readouterr().err, "parallel.threads=100000 4096")
+    with refused("parallel.threads=65 12 auto"):
+        check_threads(65, TWELVE, known=False)
     assert train("parallel.threads=16") == 0  # for results of a larger machine
     assert started["threads"] == 16
-    assert "16: this container has 12 CPUs (unknown), so the threads of a rank take turns" in (
-        capsys.readouterr().err
-    )
-    assert train("parallel.threads=12") == 0
-    assert capsys.readouterr().err == ""
+    assert named(check_threads(16, TWELVE, known=False), "parallel.threads=16 12")
+    assert check_threads(12, TWELVE, known=False) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,7 +94,7 @@ def test_a_run_goes_on_on_a_smaller_machine(
     stored = None if begun is None else Manifest.model_validate(least_manifest(threads=begun))
     assert bool(trainer.train.start.checks.threads_line(recipe, stored, mode)) == told
     if begun == threads:
-        with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
+        with refused("parallel.threads=100 12"):
             trainer.train.start.checks.threads_line(recipe, None, mode)
 
 

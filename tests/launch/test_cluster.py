@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -311,9 +310,9 @@ def test_slurm_expands_them_alike(text: str) -> None:
     assert told.stdout.split() == expand(text)
 
 
-def test_ranks_are_numbered_through_the_nodes(tmp_path: Path) -> None:
+def test_ranks_are_numbered_through_the_nodes() -> None:
     groups = [
-        WorkerGroup(SignalReceiver(), 2, 1.0, Meeting(Nodes(3, number, "a", 1), 2, {}, tmp_path, 1.0))
+        WorkerGroup(SignalReceiver(), 2, 1.0, Meeting(Nodes(3, number, "a", 1), 2, {}, 1.0))
         for number in range(3)
     ]
     assert [list(one.ranks) for one in groups] == [[0, 1], [2, 3], [4, 5]]

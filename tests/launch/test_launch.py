@@ -293,19 +293,19 @@ def test_a_restart_resumes_what_this_launch_began(monkeypatch: pytest.MonkeyPatc
     """Also where nothing that was there before may be resumed."""
     asked: list[str] = []
 
-    def run(_: object, __: str, request: Any, *___: object) -> list[ExitRecord]:
+    def run(_: object, __: str, request: Any, *___: object) -> tuple[list[ExitRecord], dict[str, Any]]:
         asked.append(request["resume"])
-        return [ExitRecord(0, 2 - len(asked))]
+        return [ExitRecord(0, 2 - len(asked))], {"resume": "auto"}
 
     monkeypatch.setattr(launcher.WorkerGroup, "run", run)
     local = launcher.LocalRanks(1, 1)
-    assert launcher.launch("module", {"resume": "never"}, local, max_restarts=1) == 0
+    assert launcher.launch("module", {"resume": "never"}, local, max_restarts=1).code == 0
     assert asked == ["never", "auto"]
 
 
 def test_when_only_torchrun_is_left_it_is_not_waited_for(tmp_path: Path) -> None:
     """It would wait for nodes that have failed, too; where all went well, the others may need its store."""
-    meeting = Meeting(Nodes(2, 0, "a", 1), 2, {}, tmp_path, 60.0)
+    meeting = Meeting(Nodes(2, 0, "a", 1), 2, {}, 60.0)
     group = launcher.WorkerGroup(SignalReceiver(), 2, 60.0, meeting)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

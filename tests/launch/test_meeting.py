@@ -12,7 +12,6 @@ import pytest
 from tests.helpers.ports import free_port
 from tests.helpers.refusals import named, refused
 from tests.helpers.waiting import SECONDS, until
-from trainer.errors import BadInputError
 from trainer.launch import meeting as module
 from trainer.launch.meeting import (
     AbsentNodeError,
@@ -45,11 +44,11 @@ class Store(dict[str, Any]):
 class Cluster:
     """Nodes that meet, each in a thread."""
 
-    def __init__(self, folder: Path, total: int = 2, seconds: float = SECONDS) -> None:
+    def __init__(self, total: int = 2, seconds: float = SECONDS) -> None:
         self.store, self.said = Store(), list[str]()
         names = ("a", "b", "c")[:total]
         nodes = Nodes(total, 0, "127.0.0.1", 29500, names)
-        self.usual = Meeting(nodes, 2, SAME, folder, seconds)
+        self.usual = Meeting(nodes, 2, SAME, seconds)
         self.pool = ThreadPoolExecutor(8)
 
     def start(self, number: int, **other: Any) -> "Future[dict[str, str]]":
@@ -65,11 +64,10 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
-def test_nodes_meet_whoever_comes_first(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+def test_nodes_meet_whoever_comes_first() -> None:
+    cluster = Cluster(3)
     met = [cluster.start(number) for number in (2, 1, 0)]
     assert [one.result(SECONDS) for one in met] == [{"GLOO_SOCKET_IFNAME": "lo"}] * 3
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -78,33 +76,25 @@ def test_nodes_meet_whoever_comes_first(tmp_path: Path) -> None:
         ({"same": {**SAME, "trainer": "2"}}, "node 1 trainer 2 1"),
         ({"same": {"trainer": "1"}}, "node 1 configuration None abc"),
         ({"ranks": 3}, "node 1 3 ranks 2"),
-        ({"folder": "elsewhere"}, "node 1 --out"),
     ],
 )
-def test_a_node_that_is_unlike_is_named_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], names: str
-) -> None:
-    monkeypatch.setattr(module, "SHOWS_SECONDS", 0.1)
-    if "folder" in other:
-        other = {"folder": tmp_path / "elsewhere"}
-        other["folder"].mkdir()
-    cluster = Cluster(tmp_path / "run")
-    (tmp_path / "run").mkdir()
+def test_a_node_that_is_unlike_is_named_on_all(other: dict[str, Any], names: str) -> None:
+    cluster = Cluster()
     for one in [cluster.start(0), cluster.start(1, **other)]:
         with refused(names):
             one.result(SECONDS)
 
 
-def test_who_does_not_come_is_named_on_all(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3, seconds=1.0)
+def test_who_does_not_come_is_named_on_all() -> None:
+    cluster = Cluster(3, seconds=1.0)
     for one in [cluster.start(0), cluster.start(2)]:
         with refused("node 1 (b) 3", by=AbsentNodeError):
             one.result(SECONDS)
     assert any(named(line, "node 1 (b)") for line in cluster.said)
 
 
-def test_two_nodes_with_one_number(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 3)
+def test_two_nodes_with_one_number() -> None:
+    cluster = Cluster(3)
     waiting = [cluster.start(0), cluster.start(1)]
     until(lambda: "node-1" in cluster.store)
     again = cluster.start(1)
@@ -114,8 +104,8 @@ def test_two_nodes_with_one_number(tmp_path: Path) -> None:
     assert all(one.result(SECONDS) for one in (waiting[0], again, last))
 
 
-def test_what_is_in_the_way_to_node_0_is_said(tmp_path: Path) -> None:
-    here = Meeting(Nodes(2, 1, "127.0.0.1", free_port(), ("a", "b")), 2, SAME, tmp_path, 0.1)
+def test_what_is_in_the_way_to_node_0_is_said() -> None:
+    here = Meeting(Nodes(2, 1, "127.0.0.1", free_port(), ("a", "b")), 2, SAME, 0.1)
     for host, names in (("127.0.0.1", here.nodes.port), ("no-such-node.invalid", "no-such-node.invalid")):
         said = list[str]()
         there = replace(here, nodes=here.nodes._replace(host=host))
@@ -142,12 +132,6 @@ def test_the_store_listens_at_the_address_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_it_arrives_as_it_was_written(tmp_path: Path) -> None:
     assert read_meeting(tmp_path) is None
-    here = Meeting(Nodes(2, 1, "a", 29500, ("a", "b"), "--nnodes"), 2, SAME, tmp_path, 600.0)
+    here = Meeting(Nodes(2, 1, "a", 29500, ("a", "b"), "--nnodes"), 2, SAME, 600.0)
     write_meeting(tmp_path, here)
     assert read_meeting(tmp_path) == here
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises((OSError, BadInputError)):
-        Cluster(tmp_path / "file").start(0).result(SECONDS)

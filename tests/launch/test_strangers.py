@@ -131,8 +131,8 @@ def test_no_command_of_ours_asks_for_torchs_dynamic_rendezvous() -> None:
     assert not {name: found[0] for name, whole in text.items() if (found := _UNPICKLES.search(whole))}
 
 
-def test_torchrun_is_told_the_static_rendezvous_on_one_host_and_on_several(tmp_path: Path) -> None:
-    meeting = Meeting(Nodes(2, 0, "203.0.113.1", 29500), 2, {}, tmp_path, 600.0)
+def test_torchrun_is_told_the_static_rendezvous_on_one_host_and_on_several() -> None:
+    meeting = Meeting(Nodes(2, 0, "203.0.113.1", 29500), 2, {}, 600.0)
     assert STATIC == "--rdzv-backend=static"
     assert not any("c10d" in option for option in (*_alone(), *options_of_torchrun(meeting)))
 

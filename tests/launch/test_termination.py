@@ -71,11 +71,11 @@ def test_of_a_long_traceback_the_first_line_and_the_end_are_kept(letter: str) ->
 def test_the_launcher_leaves_that_of_its_last_attempt(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["the first", "the second"])
 
-    def run(*_: object) -> list[ExitRecord]:
-        return [ExitRecord(0, 1, next(lines))]
+    def run(*_: object) -> tuple[list[ExitRecord], dict[str, Any]]:
+        return [ExitRecord(0, 1, next(lines))], {}
 
     monkeypatch.setitem(os.environ, "KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(launcher.WorkerGroup, "run", run)
     asked: dict[str, Any] = {"resume": "auto"}
-    assert launcher.launch("module", asked, launcher.LocalRanks(1, 1), max_restarts=1) == 1
+    assert launcher.launch("module", asked, launcher.LocalRanks(1, 1), max_restarts=1).code == 1
     assert file.read_text() == "exit code 1: rank 0 of 1: the second\n"

@@ -44,6 +44,9 @@ own data  | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none   
 weights   | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
 hook      | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
 late hook | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
+full      | 2 1 rest   | 2 1 rest   | 1 1 rest     | 1 1 rest      | 2 1 rest      | raises 1 rest
+file      | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
+leaves    | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
 from      | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
 signal    | 1 1 none   | 1 1 none   | 1 1 none     | 1 1 none      | 1 1 none      | 143 0 none
 """
@@ -107,6 +110,9 @@ FILES = {
     "import.py": f"{OWN}\nimport no_such_module\n",
     "method.py": OWN.replace('reduction="sum"', 'reduction="none"'),
     "own_data.py": OWN.replace("np.arange(200, dtype=np.float32)", "np.load('nowhere.npy')"),
+    "leaves.py": OWN.replace("x = np", "raise SystemExit(0)\n        x = np"),
+    "table/train.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
+    "table/val.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
     "slow.py": f"{OWN}\n{SLOW}",
 }
 WATCHED = {"data.limit": 24, "hooks.use": ["watch.py:Watch"]}
@@ -129,6 +135,9 @@ REFUSALS: dict[str, tuple[Job, tuple[str, ...]]] = {
         Job("own.py", {"hooks.use": ["watch.py:Failing"]}),
         ("watch.py:Failing", "PASSWORD_FILE"),
     ),
+    "full": (Job("own.py"), ("run",)),
+    "file": (Job("digits", {"data.name": "table", "data.path": "table"}), ("gone.png",)),
+    "leaves": (Job("leaves.py"), ("leaves.py",)),
     "from": (Job("own.py", {}, {"init-from": "gone"}), ("gone",)),
 }
 
@@ -150,6 +159,7 @@ def place(folder: Path) -> Path:
     """A new folder with all files that a job needs."""
     folder.mkdir(parents=True)
     for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return folder
 
@@ -254,7 +264,11 @@ def test_processes_of_their_own_do_as_forks_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_is_wrong_is_refused(case: str, way: str, tmp_path: Path) -> None:
     asked, names = REFUSALS[case]
-    check(case, way, place(tmp_path / "here"), job(tmp_path / "here", way, asked), names)
+    folder = place(tmp_path / "here")
+    if case == "full":
+        (folder / "run").mkdir()
+        (folder / "run" / "config.yaml").write_text("precious")
+    check(case, way, folder, job(folder, way, asked), names)
 
 
 @WAYS

@@ -23,7 +23,8 @@ from trainer.launch.nodes import is_rank
 from trainer.launch.signals import SIGNALS
 from trainer.launch.worker import Worker, current, requested
 from trainer.runs.manifest import BegunFrom, Pretrained
-from trainer.train.request import Request, as_json, from_json
+from trainer.train.options import StartingPoint
+from trainer.train.request import Prepared, Request, as_json, from_json
 
 
 def in_a_fork(check: Callable[[], object]) -> None:
@@ -40,7 +41,7 @@ def in_a_fork(check: Callable[[], object]) -> None:
 
 
 def launched(folder: Path) -> Path:
-    write_launch(folder, Launch(sys.path, os.getpid(), CpuShares(), None))
+    write_launch(folder, Launch(sys.path, os.getpid(), CpuShares(), False))
     return folder
 
 
@@ -170,9 +171,14 @@ def test_what_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_arrives_as_it_was_made(name: str) -> None:
     recipe = load_recipe(name, ["optim.lr=0.1", "seed=7"])
     request = Request(recipe, name, Path("/runs/x"), "force", 7, "torch", "trainer train")
+    source = StartingPoint(Path("/runs/y"), "best", "y@best")
+    for one in (request, replace(request, source=source, settings=["seed=7"])):
+        assert from_json(Request, json.loads(json.dumps(as_json(one)))) == one
     begun_from = BegunFrom(folder="/runs/y", run_id="00ff", step=3, hash="ff", differs=["seed: 0, now 7"])
     weights = Pretrained(source="hub:a/b@main", revision="1" * 40, sha256="2" * 64)
-    for one in (request, replace(request, begun_from=begun_from), replace(request, pretrained=weights)):
-        assert from_json(json.loads(json.dumps(as_json(one)))) == one
-    arrived = from_json(json.loads(json.dumps(as_json(request))))
+    prepared = Prepared(recipe, name, Path("/runs/x"))
+    ended = replace(prepared, ended=("finished", 0))
+    for told in (prepared, ended, replace(prepared, begun_from=begun_from, pretrained=weights)):
+        assert from_json(Prepared, json.loads(json.dumps(as_json(told)))) == told
+    arrived = from_json(Request, json.loads(json.dumps(as_json(request))))
     assert config_hash(arrived.recipe) == config_hash(recipe)

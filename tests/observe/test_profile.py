@@ -18,11 +18,12 @@ from tests.helpers.clock import Clock
 from trainer.cli import make_parser
 from trainer.commands.train import options_of
 from trainer.config.recipe_file import load_recipe
+from trainer.launch.launcher import Launched
 from trainer.observe import phases, profile as profile_module
 from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
-from trainer.train.request import from_json
-from trainer.train.start import resolve as starting
+from trainer.train.request import Request, from_json
+from trainer.train.start import job as starting
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")
@@ -283,13 +284,13 @@ def test_the_flag_reaches_the_ranks(
 ) -> None:
     passed: list[dict[str, Any]] = []
 
-    def launch(_: str, request: dict[str, Any], *__: Any, **___: Any) -> int:
+    def launch(_: str, request: dict[str, Any], *__: Any, **___: Any) -> Launched:
         passed.append(request)
-        return 0
+        return Launched(0, request)
 
     monkeypatch.setattr(starting, "launch", launch)
     words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
     options: argparse.Namespace = make_parser().parse_args([*words, *([flag] if flag else [])])
     assert options.profile == kind
     assert starting.start(options_of(options), load_recipe("digits", ["device=cpu"]), auto=False) == 0
-    assert from_json(passed[0]).profile == kind
+    assert from_json(Request, passed[0]).profile == kind

@@ -21,7 +21,7 @@ from trainer.errors import BadInputError
 from trainer.host.disks import Mount
 from trainer.runs.folder import claim_folder, new_folder
 from trainer.runs.manifest import read_stored
-from trainer.train.start import resolve as start
+from trainer.train.start import job as start
 
 # Files of ours that say something odd.
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from torch import nn
 
 import trainer
 from tests.helpers import forked, preloaded
-from tests.helpers.luck import forked_or_skipped
 from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
@@ -90,57 +88,6 @@ def test_it_resumes_to_the_same_bits(here: Path) -> None:
     assert forked.attempt(here / "cut", recipe).code == 0
     whole, cut = ((here / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert whole == cut
-
-
-COUNTING = """
-
-{opened}
-def note(word):
-    with open(__file__ + ".noted", "a") as file:
-        print(word, file=file)
-
-
-note("loaded")
-
-
-class Counting(Spirals):
-    made = 0
-
-    def model(self):  # depends on what this object was called for before
-        from trainer.launch.forked import handed
-
-        note("forked" if handed else "started")
-        self.made += 1
-        model = super().model()
-        for parameter in model.parameters():
-            parameter.data *= self.made
-        return model
-
-
-del Spirals
-"""
-
-
-def test_a_forked_rank_has_the_file_once_and_an_object_of_its_own(here: Path) -> None:
-    """The same bits as a rank in a new process, which a file that was left open needs."""
-    main(["new", "mine.py"])
-    task, weights, notes = (here / "mine.py").read_text(), [], here / "mine.py.noted"
-
-    def as_fork(name: str, opened: str) -> bool:
-        notes.unlink(missing_ok=True)
-        shutil.rmtree(here / name, ignore_errors=True)
-        (here / "mine.py").write_text(task + COUNTING.format(opened=opened))
-        words = ["train", "mine.py", "max_steps=6", "parallel.threads=1", "data.workers=0", "--out", name]
-        done = preloaded.run([sys.executable, "-m", "trainer", *words])
-        assert done.returncode == 0, done.stderr
-        is_fork = notes.read_text().split()[-1] == "forked"
-        assert notes.read_text().count("loaded") == (1 if is_fork else 2)
-        weights.append((here / name / "model.safetensors").read_bytes())
-        return is_fork
-
-    assert not as_fork("started", "HELD = open(__file__)")
-    forked_or_skipped(lambda: as_fork("forked", ""))
-    assert len(set(weights)) == 1
 
 
 LIMITED = """

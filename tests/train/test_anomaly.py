@@ -215,7 +215,7 @@ def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: A
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     before()
     with Worker() as worker:
-        worker.code = train_rank(Request(recipe, "small", folder))
+        worker.code = train_rank(Request(recipe, "small", folder)).code
     record = worker.record
     assert record is not None
     manifest = folder / "manifest.json"

@@ -12,7 +12,7 @@ from trainer.errors import BadInputError
 from trainer.runs.manifest import BegunFrom, Manifest, update_manifest
 from trainer.train.components.task import data_of, make_plan, make_task
 from trainer.train.start import checks as start_checks
-from trainer.train.start.checks import Start, check_start, places
+from trainer.train.start.checks import Start, check_start
 from trainer.train.start.decision import Finished, From, New, Resume, decide
 
 RECIPE = make_recipe()
@@ -53,26 +53,18 @@ def test_a_run_that_is_through_is_told_with_its_code(tmp_path: Path, status: str
 
 
 @pytest.mark.parametrize(
-    ("variables", "here"),
-    [
-        ({}, {"job", "host"}),
-        ({"RANK": "0", "LOCAL_RANK": "0"}, {"job", "host"}),
-        ({"RANK": "4", "LOCAL_RANK": "0"}, {"host"}),
-        ({"RANK": "1", "LOCAL_RANK": "1"}, set()),
-    ],
+    "here",
+    [{"job", "host"}, {"host"}, set()],
 )
-def test_each_check_runs_where_the_list_says(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], here: set[Any]
-) -> None:
+def test_each_check_runs_where_the_list_says(monkeypatch: pytest.MonkeyPatch, here: set[Any]) -> None:
     ran: list[str] = []
     named = [
         (place, lambda _, name=check.__name__: ran.append(name)) for place, check in start_checks.START_CHECKS
     ]
     monkeypatch.setattr(start_checks, "START_CHECKS", named)
-    assert places(variables) == here
-    check_start(Start(RECIPE, TASK, Path("run"), New()), here)
+    check_start(Start(RECIPE, TASK, Path("run")), here)
     once, host = (
-        ["_own_check", "_schedule", "_services", "_container_layer", "_settings", "_no_mps"],
+        ["_schedule", "_services", "_container_layer", "_settings", "_no_mps"],
         ["_files"],
     )
     assert sorted(ran) == sorted(once * ("job" in here) + host * ("host" in here))

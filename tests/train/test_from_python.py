@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import threading
 import warnings
@@ -29,13 +28,9 @@ from torch.nn import functional as F
 from tests.helpers import preloaded
 from tests.helpers.refusals import named, refused
 from trainer import fit
-from trainer.cli import make_parser
-from trainer.commands.train import options_of
-from trainer.config.recipe_file import provisional
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.latest import MANIFEST
 from trainer.host.limits import allowed_cpus
-from trainer.train.start.resolve import start, train_without_launcher
 
 SETTINGS = {
     "epochs": 1,
@@ -786,59 +781,3 @@ def test_a_folder_whose_name_is_no_text(here: Path) -> None:
     assert (quick(out=None).folder / "model.safetensors").exists()
     os.chdir(here)
     shutil.rmtree(folder)
-
-
-# --- the other starts ---
-
-
-def without_launcher(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """What a rank does that torchrun has started."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    settings = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
-    options = make_parser().parse_args(["train", *settings, *words])
-    return train_without_launcher(options_of(options))
-
-
-def by_launcher(_: pytest.MonkeyPatch, *words: str) -> int:
-    settings = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
-    options = make_parser().parse_args(["train", *settings, *words])
-    return start(options_of(options), *provisional(options.recipe, options.set, options.values))
-
-
-def from_python(_: pytest.MonkeyPatch, task: str, *words: str) -> int:
-    given = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
-    out = words[words.index("--out") + 1] if "--out" in words else None
-    settings = {key: json.loads(value) for key, _, value in (word.partition("=") for word in given)}
-    fit(task, {**SETTINGS, **settings}, out=out)
-    return 0
-
-
-STARTS = [by_launcher, without_launcher, from_python]
-
-
-@pytest.mark.parametrize("begin", STARTS)
-def test_each_start_looks_at_the_same(
-    here: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[..., int]
-) -> None:
-    """Before anything is trained, and so before a run folder has a manifest."""
-    mean = line_task(here / "mean.py")
-    mean.write_text(mean.read_text().replace(".sum()", ".mean()"))
-    line_task(here / "task.py")
-    (here / "table").mkdir()
-    for split in ("train", "val"):
-        (here / "table" / f"{split}.csv").write_text("path,label\n" + "gone.png,a\ngone.png,b\n" * 8)
-    (here / "full").mkdir()
-    (here / "full" / "config.yaml").write_text("precious")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for words, line in (
-            (["mean.py"], "a mean"),
-            (["task.py", "--out", "full"], "isn't empty"),
-            (["digits", '--set=data.name="table"', '--set=data.path="table"'], "gone.png"),
-            (["task.py", f"--set=log.metrics_port={port}"], "nothing can listen on"),
-            (["task.py", "--set=parallel.threads=4096"], "parallel.threads=4096"),
-        ):
-            with pytest.raises(BadInputError, match=re.escape(line)):
-                begin(monkeypatch, *words)
-    assert not list(here.rglob(MANIFEST))

@@ -5,7 +5,6 @@ import os
 import signal
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,13 @@ from tests.helpers.manifests import least_manifest
 from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import main
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import load_recipe
+from trainer.config.recipe_file import load_recipe, provisional
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
-from trainer.train.request import Request
 from trainer.train.start import micro_batch
 from trainer.train.start.micro_batch import (
     Interrupted,
@@ -268,16 +266,9 @@ def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trainer.train.components.task import data_of
-    from trainer.train.start import resolve
+    from trainer.train.start.job import request_of_rank
 
     found = list[int]()
-    monkeypatch.setattr("trainer.launch.worker.Worker", SimpleNamespace)
-
-    def train_rank(request: Request, _: object) -> int:
-        found.append(request.recipe.data.micro_batch_size)
-        return 0
-
-    monkeypatch.setattr(resolve, "train_rank", train_rank)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     recipe = load_recipe("digits", [*SMALL, "data.micro_batch_size=8"])
@@ -290,7 +281,8 @@ def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
 
     for out in ("run", "other"):
         options = make_parser().parse_args(["train", "digits", *SMALL, AUTO, "--out", str(tmp_path / out)])
-        assert resolve.train_without_launcher(options_of(options)) == 0
+        asked = request_of_rank(options_of(options), *provisional("digits", [*SMALL, AUTO]))
+        found.append(asked.recipe.data.micro_batch_size)
     assert found == [8, 64]
 
 

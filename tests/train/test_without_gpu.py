@@ -206,9 +206,8 @@ def deterministic(on: bool) -> Recipe:
 
 def test_the_ranks_have_what_cublas_needs_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     name, value = CUBLAS_WORKSPACE
-    monkeypatch.setattr(local_ranks, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(local_ranks, "count_gpus", lambda _: 1)
     monkeypatch.setattr(local_ranks, "bus_ids", lambda *_: [])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv(name, raising=False)
     assert local_ranks.plan_local_ranks(deterministic(True), None, None).environment[name] == value
     assert name not in local_ranks.plan_local_ranks(deterministic(False), None, None).environment

@@ -31,13 +31,13 @@ class Request:
         recipe: The validated configuration.
         name: Name of the recipe.
         folder: The run folder; None for a new one below `runs`.
-        runs: The folder of all runs.
         resume: The flag --resume: what may differ from the run in the folder.
-        source: The checkpoint that --init-from names, or None.
-        settings: Settings KEY=VALUE as they were typed.
         stop_after: The step after which to stop with a checkpoint, or None.
         profile: Kind of profile of some steps, or None.
         command: The command as it was typed, without secrets.
+        source: The checkpoint that --init-from names, or None.
+        settings: Settings KEY=VALUE as they were typed.
+        runs: The folder of all runs.
         gpus: Number of GPUs on this host by the launcher's count; None: nobody has counted.
         again: True if an earlier attempt of this job has made or taken the run folder.
         made: True if this job has made the run folder: it is removed if no run begins in it.
@@ -47,13 +47,13 @@ class Request:
     recipe: Recipe
     name: str
     folder: Path | None = None
-    runs: Path = RUNS
     resume: Mode = "auto"
-    source: StartingPoint | None = None
-    settings: list[str] = field(default_factory=list)
     stop_after: int | None = None
     profile: Literal["torch", "nvtx"] | None = None
     command: str = field(default_factory=lambda: typed(sys.argv))
+    source: StartingPoint | None = None
+    settings: list[str] = field(default_factory=list)
+    runs: Path = RUNS
     gpus: int | None = None
     again: bool = False
     made: bool = False

@@ -140,7 +140,7 @@ def _fit(
         stack.callback(opened.remember_changes)
     find_hooks(recipe.hooks, hooks)
     try:
-        request = Request(recipe, name, wanted, runs, resume, source, words)
+        request = Request(recipe, name, wanted, resume, source=source, settings=words, runs=runs)
         code, folder = train_rank(request, opened, hooks)
     except RefusedElsewhereError as error:
         raise BadInputError(str(error)) from error
