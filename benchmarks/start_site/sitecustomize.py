@@ -17,6 +17,7 @@ _MARKS = {
     "trainer.launch.launcher": ("launch", "reached", "launched"),
     "trainer.train.start.rank": ("train_rank", "reached", "imported"),
     "trainer.train.components.task": ("make_task", "left", "data"),
+    "trainer.train.start.prepare": ("prepared_in_turns", "left", "prepared"),
     "trainer.train.components.run": ("build", "left", "model"),
     "trainer.train.step": ("train_step", "left", "stepped"),
 }

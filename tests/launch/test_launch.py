@@ -39,9 +39,8 @@ START = (
     "launcher._AFTER_SECOND_INTERRUPT_SECONDS = 0.1\n"
     "if os.isatty(0): os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the controlling terminal\n"
     "asked = json.loads(sys.argv[1])\n"
-    "fork = asked.pop('fork', False)\n"
-    "local = launcher.LocalRanks(asked.pop('processes'), asked.pop('threads'), fork=fork)\n"
-    f"sys.exit(launcher.launch('{WORKER}', {{'words': sys.argv[2:]}}, local, **asked))"
+    "local = launcher.LocalRanks(asked.pop('processes'), asked.pop('threads'))\n"
+    f"sys.exit(launcher.launch('{WORKER}', {{'words': sys.argv[2:]}}, local, **asked).code)"
 )
 
 
@@ -52,8 +51,7 @@ def _parent(pid: int) -> int:
 class Launcher:
     """A launcher under test, its ranks' folder, and the folder for its temporary files."""
 
-    def __init__(self, folder: Path, fork: bool) -> None:
-        self.fork = fork
+    def __init__(self, folder: Path) -> None:
         self.folder, self.temporary = folder / "ranks", folder / "temporary"
         self.process: subprocess.Popen[str]
 
@@ -67,9 +65,7 @@ class Launcher:
         """Starts `launch` in a process of its own; two ranks unless `options` says otherwise."""
         self.folder.mkdir(exist_ok=True)
         self.temporary.mkdir(exist_ok=True)
-        asked = json.dumps(
-            {"processes": 2, "threads": 1, "grace_seconds": SECONDS, "fork": self.fork, **options}
-        )
+        asked = json.dumps({"processes": 2, "threads": 1, "grace_seconds": SECONDS, **options})
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = preloaded.Popen(
             [sys.executable, "-c", START, asked, str(self.folder), *what],
@@ -113,10 +109,9 @@ class Launcher:
 ONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2], ids=["one", "two"])
 
 
-# Ranks are processes of their own, with torchrun where there are several, or forks: nobody sees a difference.
-@pytest.fixture(params=[False, True], ids=["started", "forked"])
-def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    one = Launcher(tmp_path, request.param)
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Launcher]:
+    one = Launcher(tmp_path)
     yield one
     if hasattr(one, "process"):  # where a test failed
         one.process.kill()
