@@ -26,7 +26,7 @@ from trainer.observe.conditions import conditions
 
 _HERE = Path(__file__).parent
 _SCRIPT = str(_HERE / "start_plain.py")
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+_TORCHRUN = ("-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=static", "--nproc-per-node=2")
 _PAIR_TARGET = 1.75  # two ranks to torchrun with the script
 # What a process has reached, and what the seconds since it reached the one before went to.
 _LAUNCHER = {

@@ -136,7 +136,10 @@ REFUSALS: dict[str, tuple[Job, tuple[str, ...]]] = {
         ("watch.py:Failing", "PASSWORD_FILE"),
     ),
     "full": (Job("own.py"), ("run",)),
-    "file": (Job("digits", {"data.name": "table", "data.path": "table"}), ("gone.png",)),
+    "file": (
+        Job("digits", {"data.name": "table", "data.path": "table", "data.micro_batch_size": 4}),
+        ("gone.png",),
+    ),
     "leaves": (Job("leaves.py"), ("leaves.py",)),
     "from": (Job("own.py", {}, {"init-from": "gone"}), ("gone",)),
 }

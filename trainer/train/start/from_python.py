@@ -33,7 +33,7 @@ from trainer.train.options import Mode, parse_source
 from trainer.train.request import Request
 from trainer.train.start.micro_batch import stored_size, usual_size
 from trainer.train.start.process_state import process_state_kept
-from trainer.train.start.rank import train_rank
+from trainer.train.start.rank import not_left_by, train_rank
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def _fit(
     stored = None if wanted is None else read_stored(wanted)
     if hangs_in_parallel():
         torch.set_num_threads(1)  # from here on: more would wait for ever, also in a user's method
-    name, recipe, opened = _open(task, words, stored)
+    with not_left_by(str(getattr(task, "__name__", task))):
+        name, recipe, opened = _open(task, words, stored)
     if hangs_in_parallel() and recipe.parallel.threads != 1:
         raise BadInputError(
             "fit was called in a fork of a process in which torch had computed with several threads, as in "

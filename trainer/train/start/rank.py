@@ -98,7 +98,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
             stack.callback(note_signals)
         stack.enter_context(paths_explained())
         store = open_store(request.recipe.parallel.timeout_s)
-        with in_turns(store) as turns:
+        with in_turns(store) as turns, not_left_by(request.recipe.task):
             prepared, task = prepared_in_turns(request, turns, stack, task)
             if worker is not None:
                 worker.write_to_a_log_of_its_own(prepared.folder)
@@ -151,6 +151,7 @@ def _train_prepared(prepared: Prepared, task: Task, hooks: Sequence[Any], store:
         _saved_marked(folder),
         watching(world, recipe.parallel) as watchdog,
         _late_marked(),
+        not_left_by(recipe.task),
     ):
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
         return _attempt(prepared, task, hooks, data, world, watchdog)
@@ -167,6 +168,17 @@ def _saved_marked(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             error.saved = not before.issuperset(names_of(place))
         raise
+
+
+@contextlib.contextmanager
+def not_left_by(task: str) -> Iterator[None]:
+    """Refuses a sys.exit() of a task's code, which would look like the end of a finished run."""
+    try:
+        yield
+    except SystemExit as error:
+        raise BadInputError(
+            f"task={task}: its code ended the process by sys.exit({error.code!r}); raise an error there"
+        ) from error
 
 
 @contextlib.contextmanager
