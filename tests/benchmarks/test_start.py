@@ -40,7 +40,7 @@ def test_the_ratio_is_to_the_script_that_imports_no_more(
     script: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(start, "one_start", lambda *_: read_marks(MARKS.splitlines(), 99.5))
-    monkeypatch.setattr(start, "two_ranks", lambda: Pair(8.0, 4, {}))
+    monkeypatch.setattr(start, "two_ranks", lambda: Pair(7.0, 4, {}))
     monkeypatch.setattr(start, "prepare", lambda _: None)
     monkeypatch.setattr(start, "cpu_seconds", lambda words, **_: 9.0 if words[2:] == ["adamw"] else script)
     assert main(["start", "--rounds", "2"]) == code
@@ -48,7 +48,7 @@ def test_the_ratio_is_to_the_script_that_imports_no_more(
     ratio = f"{4.5 / script:.2f}"
     assert f"| **ratio** (target: 1) | {ratio} | {ratio} | {ratio} |" in text
     assert [row[1] for row in table_rows(text)][-3:] == [
-        "8.00 (8.00 to 8.00)",
+        "7.00 (7.00 to 7.00)",
         f"{script:.2f} ({script:.2f} to {script:.2f})",
-        f"{8.0 / script:.2f}",
+        f"{7.0 / script:.2f}",
     ]

@@ -12,9 +12,10 @@ from tests.helpers.few_pictures import write_pictures
 from tests.helpers.manifests import least_manifest
 from tests.helpers.refusals import named, refusal
 from trainer.cli import main
+from trainer.launch.launcher import Launched
 from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
 from trainer.runs.manifest import FORMAT
-from trainer.train.start import resolve as start
+from trainer.train.start import job as start
 
 pytestmark = pytest.mark.usefixtures("nothing_starts")
 
@@ -106,7 +107,13 @@ def test_a_user_without_a_name_a_home_or_a_folder(tmp_path: Path, capfd: pytest.
 
 
 def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "launch", lambda *_, **__: 2)
+    def launch(_: str, request: dict[str, Any], *__: Any, **___: Any) -> Launched:
+        folder = Path(request["folder"] or "runs/digits-1").absolute()
+        folder.mkdir(parents=True)
+        (folder / ".lock").touch()
+        return Launched(2, {**request, "folder": str(folder), "again": True, "made": True})
+
+    monkeypatch.setattr(start, "launch", launch)
     assert main(["train", "digits"]) == 2
     assert main(["train", "digits", "--out", "mine"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

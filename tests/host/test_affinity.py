@@ -263,7 +263,7 @@ def looked_at(_):
     raise SystemExit
 
 trainer.train.start.rank.open_store = looked_at
-trainer.train.start.rank.train_rank(Request(load_recipe("digits"), "digits"))
+trainer.train.start.rank.train_rank(Request(load_recipe("digits", []), "digits"))
 """
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
+from tests.helpers.preparing import prepare_only
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.small_task import Small
 from trainer.cli import main
@@ -28,7 +29,7 @@ from trainer.data.loader import Batch
 from trainer.data.workers import check_importable
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
-from trainer.train.start import resolve as start
+from trainer.train.start import job as start
 
 
 def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
@@ -592,10 +593,7 @@ FILES = [
 def test_a_file_with_something_wrong(
     text: str, message: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def launch(*_: Any, **__: Any) -> int:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(start, "launch", prepare_only)
     (here / "mine.py").write_text(text)
     refusal(main(["train", "mine.py"]), capsys.readouterr().err, message, folder=here / "runs")
 

@@ -25,7 +25,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.data.workers import SPARE_SLOTS, Loading, Sizes, bytes_needed
 from trainer.errors import BadInputError
-from trainer.launch.launcher import LocalRanks
+from trainer.launch.launcher import Launched, LocalRanks
 from trainer.observe.rows import tag
 from trainer.train import evaluate as evaluating
 from trainer.train.components.loading import for_more_sets
@@ -186,9 +186,9 @@ def test_ranks_are_told_which_set(
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 
-    def launched(_: str, request: dict[str, Any], local: LocalRanks, **__: Any) -> int:
+    def launched(_: str, request: dict[str, Any], local: LocalRanks, **__: Any) -> Launched:
         assert local.ranks == 2
-        return ranks_part.main(json.loads(json.dumps(request)))
+        return Launched(ranks_part.main(json.loads(json.dumps(request))), request)
 
     monkeypatch.setattr("trainer.commands.evaluate.evaluate.launch", launched)
     told, row = on(capsys, run, "--on", "test", "--nproc-per-node", "2"), read_rows(run, ("eval",))[-1]

@@ -27,7 +27,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
-from trainer.train.start import micro_batch
+from trainer.train.start import job, micro_batch
 from trainer.train.start.micro_batch import (
     Interrupted,
     Trial,
@@ -209,7 +209,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         sizes.append(size)
         return Trial(size <= 16, "planted")
 
-    monkeypatch.setattr(micro_batch, "device_kind", lambda _: "cuda")
+    on_gpus = lambda recipe, local: micro_batch.fitting_size(recipe, local._replace(gpus=local.ranks))  # noqa: E731
+    monkeypatch.setattr(job, "fitting_size", on_gpus)
     monkeypatch.setattr(micro_batch, "run_trial", planted)
     monkeypatch.chdir(tmp_path)
     return sizes

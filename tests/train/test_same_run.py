@@ -28,7 +28,7 @@ def test_changed_data_is_refused_and_can_be_forced(tmp_path: Path, stopped: Path
     folder = changed(tmp_path / "run", stopped)
 
     def other_pixel() -> None:
-        from trainer.train.start import rank as module
+        from trainer.train.start import prepare as module
 
         def task_of(recipe: Recipe) -> Any:
             task: Any = make_task(recipe)

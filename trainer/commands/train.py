@@ -20,6 +20,7 @@ from trainer.runs.flags import add_task
 
 if TYPE_CHECKING:
     from trainer.config.recipe import Recipe
+    from trainer.launch.worker import Worker
     from trainer.train.options import TrainOptions
 
 _MODES = ("auto", "newest", "force", "never")
@@ -241,7 +242,7 @@ def _train(options: argparse.Namespace) -> int:
 
         os.environ.update(variables)
         with Worker() as worker:  # before the slow imports, so that a signal finds a handler
-            worker.code = _train_as_rank(options)
+            worker.code = _train_as_rank(options, worker)
         return worker.exit_code
     find_recipe(options, find_run(options))
     if options.help_config:
@@ -259,17 +260,21 @@ def _train(options: argparse.Namespace) -> int:
     return start(options_of(options), *given)
 
 
-def _train_as_rank(options: argparse.Namespace) -> int:
+def _train_as_rank(options: argparse.Namespace, worker: "Worker") -> int:
     """Trains as a rank that torchrun or Slurm started; returns the exit code."""
     from trainer.config.recipe_file import provisional
 
     find_recipe(options, find_run(options))
     check_code(options)
     given = provisional(options.recipe, options.set, options.values)
+    from trainer.runs.folder import has_checkpoint
     from trainer.train.start.job import request_of_rank
+
+    request = request_of_rank(options_of(options), *given)
+    worker.prepares(lambda: has_checkpoint(request.folder, False, request.name))
     from trainer.train.start.rank import train_rank
 
-    return train_rank(request_of_rank(options_of(options), *given)).code
+    return train_rank(request).code
 
 
 def _cpus_wanted(recipe: "Recipe", ranks: int) -> float:

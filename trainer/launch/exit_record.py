@@ -185,7 +185,7 @@ def exit_message(records: Sequence[ExitRecord], world: int) -> str:
         return ""
     cause = min(candidates, key=lambda record: (record.consequence, record.time, record.rank))
     if cause.for_all:
-        return f"trainer: {cause.line}\n{cause.traceback}"
+        return f"{said_of(cause)}{cause.traceback}"
     who = "torchrun" if cause.rank == TORCHRUN else f"rank {cause.rank} of {world}"
     line = cause.line or f"ended with exit code {cause.code}"
     text = f"trainer: {who} failed:\n{cause.traceback}" if cause.traceback else f"trainer: {who}: {line}\n"
@@ -193,6 +193,11 @@ def exit_message(records: Sequence[ExitRecord], world: int) -> str:
     if others:
         text += f"trainer: as a consequence failed or was stopped: rank {', '.join(others)}\n"
     return text
+
+
+def said_of(record: ExitRecord) -> str:
+    """Returns the line of a record for the user."""
+    return f"trainer: {'error: ' * (record.code == EXIT_BAD_INPUT)}{record.line}\n"
 
 
 def ending(exit_code: int) -> str:

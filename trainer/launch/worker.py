@@ -31,7 +31,7 @@ from trainer.host.files import open_own, own_folder, write_whole
 from trainer.host.processes import children
 from trainer.host.startup import print_anything
 from trainer.launch import signals
-from trainer.launch.exit_record import ExitRecord, record_of
+from trainer.launch.exit_record import ExitRecord, record_of, said_of
 from trainer.launch.folder import LEFT, Launch, read_launch, take_request, write_content
 from trainer.launch.nodes import LOGS, mark_of_rank
 from trainer.observe.console import tell, tell_as
@@ -174,7 +174,7 @@ class Worker:
         self._tell(self.record)  # without the lock: on a disk that hangs the other thread can still leave
 
     def _tell(self, record: ExitRecord) -> None:
-        text = f"trainer: {record.line}\n" if record.line else ""
+        text = said_of(record) if record.line else ""
         if record.code == EXIT_BAD_INPUT and self._folder is None and self._another_says_it(record):
             text = ""
         text = text + record.traceback if record.for_all else record.traceback or text

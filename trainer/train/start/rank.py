@@ -93,9 +93,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
     unpin_main_thread(cpu_shares())
     with contextlib.ExitStack() as stack:
         stack.enter_context(paths_from_here())
-        if worker is not None:
-            worker.prepares(lambda: has_checkpoint(request.folder, False, request.name))
-            stack.callback(note_signals)
+        stack.callback(note_signals)
         stack.enter_context(paths_explained())
         store = open_store(request.recipe.parallel.timeout_s)
         with in_turns(store) as turns, not_left_by(request.recipe.task):

@@ -7,11 +7,15 @@ from trainer.launch.worker import Worker
 
 def main(folder: str) -> int:
     """Trains as a rank; returns the exit code."""
-    with Worker(folder) as worker:  # before the slow imports, so that a signal finds a handler
+    with Worker(folder) as worker:  # before torch's import, so that a signal finds a handler
+        from trainer.runs.folder import has_checkpoint
         from trainer.train.request import Request, from_json
+
+        request = from_json(Request, worker.request)
+        worker.prepares(lambda: has_checkpoint(request.folder, False, request.name))
         from trainer.train.start.rank import train_rank
 
-        worker.code = train_rank(from_json(Request, worker.request)).code
+        worker.code = train_rank(request).code
     return worker.exit_code
 
 
