@@ -190,11 +190,6 @@ CASES = [
     (["train", "big.yaml"], "big.yaml 1 MiB"),
     (["train", "slip.yaml"], "slip.yaml epoch epochs 1"),
     (["train", "digits", "--set", "task=[language]"], "task=[language]"),
-    # Before anything is tried, let alone trained.
-    (
-        ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch_size=auto"],
-        "resnet19 resnet18",
-    ),
 ]
 
 
