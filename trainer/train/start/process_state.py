@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.beside import imports_kept
+from trainer.config.user_file import folders_closed
 from trainer.data.items import state_kept
 from trainer.host.allocator import CUBLAS_WORKSPACE
 from trainer.host.here import folder_kept
@@ -178,7 +178,7 @@ def process_state_kept() -> Iterator[None]:
     with (
         any_character(),
         folder_kept(),
-        imports_kept(),
+        folders_closed(),
         cpus_kept(),
         _handlers_kept(),
         _own_thread_kept(),
