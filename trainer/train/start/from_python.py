@@ -34,8 +34,8 @@ from trainer.train.options import Mode, parse_source
 from trainer.train.start.checks import places
 from trainer.train.start.micro_batch import stored_size, usual_size
 from trainer.train.start.prepare import Asked, prepare
-from trainer.train.start.process_state import process_state_kept
 from trainer.train.start.rank import train_rank
+from trainer.train.start.undo import undone
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def fit(
     """Trains in this process, on one GPU or on the CPU, as `trainer train` does without its launcher.
 
     After an interruption, a call with the same `out` resumes from the newest checkpoint. A process does one
-    fit at a time. What fit sets (torch's random state and switches, the current folder) is undone at its end.
+    fit at a time. What fit sets (torch's random state and switches, `sys.path`) is undone at its end.
 
     Args:
         task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task
@@ -103,7 +103,7 @@ def fit(
     Raises:
         BadInputError: If anything given is wrong, naming the remedy; or if the run was stopped early.
     """
-    with started_by("fit"), _one_at_a_time(), process_state_kept(), paths_from_here():
+    with started_by("fit"), _one_at_a_time(), undone(), paths_from_here():
         try:
             with contextlib.ExitStack() as stack:
                 return _fit(stack, task, settings or {}, out, resume, from_run, hooks)

@@ -56,7 +56,7 @@ from trainer.train.outputs import Outputs, memory_explained, open_outputs
 from trainer.train.request import Request
 from trainer.train.saving import Checkpoints
 from trainer.train.start.decision import Finished, From, New, Resume, decide
-from trainer.train.start.process_state import switches_kept
+from trainer.train.start.undo import switches_kept
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_replaced, gather_weights
