@@ -22,7 +22,6 @@ from trainer.launch.forked import hangs_in_parallel
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
 from trainer.observe.rows import FILES, OWN
-from trainer.observe.wording import started_by
 from trainer.runs.folder import RUNS, read_rows, remove_unused
 from trainer.runs.manifest import Manifest, read_stored
 from trainer.runs.report.write import failure_reported
@@ -103,7 +102,7 @@ def fit(
     Raises:
         BadInputError: If anything given is wrong, naming the remedy; or if the run was stopped early.
     """
-    with started_by("fit"), _one_at_a_time(), undone(), paths_from_here():
+    with _one_at_a_time(), undone(), paths_from_here():
         try:
             with contextlib.ExitStack() as stack:
                 return _fit(stack, task, settings or {}, out, resume, from_run, hooks)
