@@ -400,6 +400,18 @@ def test_functions_of_a_file_with_a_dot_in_its_stem_go_only_to_forked_workers(tm
         check_importable(dataset, "spawn")
 
 
+def test_a_file_that_would_shadow_a_module_in_a_worker_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(sample):\n    return sample")
+    dataset: Any = task_of(transforms=lambda _: run_file(tmp_path / "mine.py").mine).train_data
+    check_importable(dataset, "spawn")
+    (tmp_path / "antigravity.py").touch()  # nobody imports that
+    check_importable(dataset, "spawn")
+    (tmp_path / "queue.py").touch()
+    check_importable(dataset, "fork")
+    with refused("data.start_method=spawn", tmp_path / "queue.py"):
+        check_importable(dataset, "spawn")
+
+
 FILE = """
 import random
 import numpy as np, torch

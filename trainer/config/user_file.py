@@ -120,6 +120,25 @@ def folders_closed() -> Iterator[None]:
             _close(folder)
 
 
+def shadowing() -> str:
+    """Returns a file that a new process would import in place of a module that this one has; or ""."""
+    found = [
+        str(file)
+        for folder in _open
+        for file in sorted([*Path(folder).glob("*.py"), *Path(folder).glob("*/__init__.py")])
+        if (name := file.stem if file.parent == Path(folder) else file.parent.name) in sys.modules
+        and _is_taken(name, folder)
+        and _file(sys.modules[name]) != str(file)
+    ]
+    return found[0] if found else ""
+
+
+def put_back() -> None:
+    """Puts open folders on `sys.path` that aren't there: a rank that is a fork begins with its launcher's."""
+    for opened in _open.values():
+        sys.path[:0] = [one for one in opened.entries if one not in sys.path]
+
+
 def folder_of(module: str) -> str:
     """Returns the open folder of a user's file, or of a module that it imported from there; else ""."""
     loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)

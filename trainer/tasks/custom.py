@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
-from trainer.config.user_file import run_again, run_file
+from trainer.config.user_file import put_back, run_again, run_file
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
@@ -55,6 +55,7 @@ class CustomTask(OwnMethods):
 
     def anew(self) -> "CustomTask":
         """Returns the task of a new object of the same class: what a trial left in the old one is gone."""
+        put_back()
         task = _made(type(self._own), self._source, self.source_hash, self.hooks, self.identity)
         task.tried, task.remake = self.tried, self.remake
         return task
