@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.forked import attempt
 from tests.helpers.world import Ranks
+from trainer.config.user_file import folders_closed
 from trainer.host.limits import read_limits
 
 # pytest lets faulthandler wait for a test without an end; a fork hangs where it ends that, or begins its own.
@@ -54,6 +55,13 @@ def _no_commit() -> Iterator[None]:
     """No commit for runs to name: one in this checkout while tests run would be a difference to a replay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GIT_CEILING_DIRECTORIES", str(Path(__file__).parents[1]))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_folders() -> Iterator[None]:
+    """Closes the folders of users' files: a process has those of one run."""
+    with folders_closed():
         yield
 
 

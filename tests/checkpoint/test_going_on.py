@@ -218,7 +218,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_again(tmp_path: Path) 
     before = (folder / "manifest.json").read_bytes()
     refused = attempt(folder, small(max_steps=6))
     assert (refused.code, refused.said) == (2, "")
-    assert named(refused.line, "--out")
+    assert named(refused.line, folder)
     assert (folder / "manifest.json").read_bytes() == before
 
 

@@ -64,7 +64,7 @@ CASES = [
     (["train", f"{'a' * 5000}.yaml"], f"{'a' * 60}…"),
     (["train", "digits", "data.name=folder", f"data.path={'a' * 5000}"], f"{'a' * 60}…"),
     (["train", "--init-from", f"run@{'9' * 5000}"], "run manifest.json"),
-    (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1 1 YAML"),
+    (["train", "digits", "--set", "optim.lr=[1"], "optim.lr=[1 1 YAML"),
     (["train", "digits", "--set", "seed=!!bool maybe"], "seed YAML"),
     (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "lr"),
     (
@@ -104,7 +104,7 @@ CASES = [
         "model.name=resnet18",
     ),
     (["train", "digits", "--gpus", "\u00b2"], "--gpus"),
-    (["train", "digits", "--out", ""], "--out"),
+    (["train", "digits", "--out", ""], "run folder .:"),
     (
         ["train", "digits", "--set", "data.micro_batch_size=48"],
         "data.global_batch_size=64",
@@ -150,7 +150,7 @@ CASES = [
     (["data", "index", "here"], "here .tar"),
     (["train", "digits", "--set", "precision.mode=tf32"], "NVIDIA GPU"),
     (["train", "digits", "--set", "data.last_batch=weighted"], "BatchNorm"),
-    (["train", "digits", "--out", "/proc/x"], "--out /proc/x"),
+    (["train", "digits", "--out", "/proc/x"], "/proc/x"),
     (["train"], "RECIPE"),
     (["train", "digits", "--st", "a=1"], "--st --set"),
     (["train", "digits", "--resume", "foce"], "force"),

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from tests.helpers import forked, preloaded
-from tests.helpers.refusals import refusal
+from tests.helpers.refusals import refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
-from trainer.config.beside import MAIN
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
+from trainer.config.user_file import run_file
 from trainer.data.items import ItemDataset
 from trainer.data.workers import check_importable
 from trainer.distributed.parallel import World
@@ -391,14 +391,24 @@ def test_what_a_data_set_raises_at_its_first_sample_is_bad_input(tmp_path: Path)
     refusal(done.returncode, done.stderr, *names, folder=tmp_path / "run")
 
 
-def test_functions_of_the_file_go_only_to_forked_workers() -> None:
-    def mine(sample: Any) -> Any:
-        return sample
-
-    mine.__module__ = MAIN
+def test_functions_of_a_file_with_a_dot_in_its_stem_go_only_to_forked_workers(tmp_path: Path) -> None:
+    (tmp_path / "mine.v2.py").write_text("def mine(sample):\n    return sample")
+    mine = run_file(tmp_path / "mine.v2.py").mine
     dataset: Any = task_of(transforms=lambda _: mine).train_data
     check_importable(dataset, "fork")
-    with pytest.raises(BadInputError, match="can't import mine from a task's file"):
+    with refused("data.start_method=spawn", "mine"):
+        check_importable(dataset, "spawn")
+
+
+def test_a_file_that_would_shadow_a_module_in_a_worker_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(sample):\n    return sample")
+    dataset: Any = task_of(transforms=lambda _: run_file(tmp_path / "mine.py").mine).train_data
+    check_importable(dataset, "spawn")
+    (tmp_path / "antigravity.py").touch()  # nobody imports that
+    check_importable(dataset, "spawn")
+    (tmp_path / "queue.py").touch()
+    check_importable(dataset, "fork")
+    with refused("data.start_method=spawn", tmp_path / "queue.py"):
         check_importable(dataset, "spawn")
 
 

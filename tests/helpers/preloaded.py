@@ -280,6 +280,10 @@ def _forget() -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # they are there
     socket.getfqdn = _getfqdn
     tempfile.tempdir = None  # this process's own TMPDIR decides
+    from trainer.config.user_file import folders_closed
+
+    with folders_closed():  # those of the launcher
+        pass
     _servers.clear()
 
 

@@ -15,7 +15,6 @@ from trainer.host.latest import MANIFEST, nor_below_runs, run_path
 from trainer.host.limits import read_limits
 from trainer.host.startup import choose_waiting
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
-from trainer.observe.wording import StartWord, started_by
 from trainer.runs.flags import add_task
 
 if TYPE_CHECKING:
@@ -197,17 +196,9 @@ def _run(options: argparse.Namespace) -> int:
 
     forget_step_of_shell(os.environ)
     with paths_from_here(), contextlib.ExitStack() as stack:
-        stack.enter_context(started_by(_start(options)))
         if options.fast_dev_run:
             _try_fast(options, stack)
         return _train(options)
-
-
-def _start(options: argparse.Namespace) -> StartWord:
-    """Returns the flag that named the run folder."""
-    if options.resume not in _MODES:
-        return "--resume"
-    return "" if options.out is None else "--out"
 
 
 def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:

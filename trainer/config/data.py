@@ -284,7 +284,7 @@ class DataConfig(LoaderConfig):
             )
         if self.cache is None:
             raise ValueError(
-                "data.path is a URL, so data.cache is needed: --set data.cache=DIR, a folder for copies"
+                "data.path is a URL, so data.cache is needed: data.cache=DIR, a folder for copies"
             )
         return self
 

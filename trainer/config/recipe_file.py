@@ -97,10 +97,10 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         dotted, equals, text = setting.partition("=")
         names = dotted.strip().split(".")
         if equals and not text.strip():
-            raise BadInputError(f"--set {setting}: the value is missing; give one (null where none is meant)")
+            raise BadInputError(f"{setting}: the value is missing; give one (null where none is meant)")
         if not equals or not all(names):
-            raise BadInputError(f"--set {setting}: give KEY=VALUE, such as --set optim.lr=0.1")
-        value = parse_yaml(text, f"--set {setting}")
+            raise BadInputError(f"{setting}: give KEY=VALUE, such as optim.lr=0.1")
+        value = parse_yaml(text, setting)
         for name in reversed(names):
             value = {name: value}
         whole = [one for one in _WHOLE if len(names) <= len(one)]
@@ -116,7 +116,7 @@ def _merged(
         kept = values.get(name)
         if isinstance(change, dict) and kept is not None and (name,) not in whole:
             if not isinstance(kept, dict):
-                raise BadInputError(f"--set {setting}: '{name}' is a value and has no keys below it")
+                raise BadInputError(f"{setting}: '{name}' is a value and has no keys below it")
             within = [one[1:] for one in whole if one[0] == name]
             change = _merged(kept, change, setting, within)  # noqa: PLW2901
         merged[name] = change

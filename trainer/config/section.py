@@ -98,7 +98,7 @@ def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     given = redact_text(in_yaml(problem["input"]))
     given = given if len(given) < 60 else given[:57] + "..."
     if problem["type"] == "tuple_type":
-        what = f"a list is wanted, such as --set '{dotted}=[{given}]'"
+        what = f"a list is wanted, such as '{dotted}=[{given}]'"
     if problem["type"] == "literal_error":
         what = f"no such value{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # a problem of a whole section

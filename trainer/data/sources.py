@@ -151,7 +151,7 @@ def data_path(config: DataConfig) -> Path | str:
         BadInputError: If it isn't given or there is no such folder.
     """
     if config.path is None:
-        raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
+        raise BadInputError(f"data.path is missing: data.name={config.name} needs data.path=DIR")
     path = _at_home("path", config.path)
     if isinstance(path, Path):
         check_folder(path)

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trainer.config.beside import MAIN
 from trainer.config.data import LoaderConfig
+from trainer.config.user_file import is_importable, shadowing
 from trainer.data.dataset import Dataset
 from trainer.errors import BadInputError
 from trainer.host.limits import Limits, workers_per_rank
@@ -199,22 +199,25 @@ def check_importable(dataset: Dataset, method: str) -> None:
     """Checks that a loader worker that isn't forked can import a data set's class, transforms and collate.
 
     Raises:
-        BadInputError: If one is defined in a task's file or a notebook, or if importing the script would
-            train again.
+        BadInputError: If one is defined in a notebook, or in a task's file with a dot in its stem, if
+            importing the script would train again, or if a file beside a task's shadows a module.
     """
     if method != "fork" and (line := _unguarded_line()):
         raise BadInputError(
             f"data.start_method={method}: a loader worker imports the script, which would train again in "
             f'line {line}: put that under if __name__ == "__main__":, or set data.workers=0'
         )
+    if method != "fork" and (file := shadowing()):
+        raise BadInputError(
+            f"data.start_method={method}: a loader worker would import {file} in place of the module of that "
+            "name that this process has; rename the file, or set data.workers=0"
+        )
     for thing in (dataset, *getattr(dataset, "user_objects", ())):
-        module = getattr(thing, "__module__", "")
-        notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
-        if method != "fork" and (module.endswith(MAIN) or notebook):
+        if method != "fork" and not is_importable(getattr(thing, "__module__", "")):
             name = getattr(thing, "__name__", type(thing).__name__)
             raise BadInputError(
-                f"data.start_method={method}: a loader worker can't import {name} from a task's "
-                "file or a notebook; import it from a module of yours, or set data.workers=0"
+                f"data.start_method={method}: a loader worker can't import {name} from a notebook, or from a "
+                "file with a dot in its stem; import it from a module of yours, or set data.workers=0"
             )
 
 

@@ -7,11 +7,10 @@ cgroup-v2.rst, cgroup-v1/{cpusets,memory,pids}.rst, sched-bwc.rst (cpu.cfs_*); p
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -193,18 +192,6 @@ def keep_to(cpus: frozenset[int]) -> None:
 
 
 _before_binding: frozenset[int] | None = None
-
-
-@contextlib.contextmanager
-def cpus_kept() -> Iterator[None]:
-    """Context manager that restores this thread's CPU affinity, which user code may change."""
-    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # taken from the container meanwhile
-            if before and os.sched_getaffinity(0) != before:
-                os.sched_setaffinity(0, before)
 
 
 def count_cpus(text: str) -> int | None:

@@ -163,7 +163,7 @@ def _agreed(
         patterns = _outermost({*missing, *unexpected, *differing}, {*wanted, *unexpected})
         quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
         remedy = (
-            f"Choose the same model, or keep the initialization of these with --set 'model.reinit=[{quoted}]'"
+            f"Choose the same model, or keep the initialization of these with 'model.reinit=[{quoted}]'"
             if reinit is not None
             and len(patterns) <= _SHOWN
             and len(missing) + len(differing) < len(wanted) / 2

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
 from trainer.observe.text import duration, seconds_left, without_controls
-from trainer.observe.wording import StartWord, set_start, start_word, worded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -64,32 +63,29 @@ class Told(NamedTuple):
         as_json: Whether their lines are JSON.
         verbosity: How much the first rank prints.
         bars: Whether it draws a bar on a terminal.
-        start: How the run was started.
     """
 
     as_json: bool = False
     verbosity: Verbosity = "normal"
     bars: bool = True
-    start: StartWord = "--out"
 
 
 def told_here() -> Told:
     """Returns the form of this process's lines."""
-    return Told(_Log.as_json, _Log.verbosity, _Log.bars, start_word())
+    return Told(_Log.as_json, _Log.verbosity, _Log.bars)
 
 
 def tell_as(log: Told, rank: int) -> None:
     """Sets up a rank's output like its launcher's; --verbose details come from the first rank alone."""
     set_verbosity("normal" if rank and log.verbosity == "verbose" else log.verbosity)
     _Log.bars = log.bars
-    set_start(log.start)
     if log.as_json:
         log_as_json(rank)
 
 
 def as_line(text: str, level: Level) -> str:
     """Returns the line to write for a text, without secrets: the text, or a JSON object."""
-    text = without_controls(worded(redact_text(text)))
+    text = without_controls(redact_text(text))
     if not _Log.as_json:
         return text
     now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
@@ -195,7 +191,7 @@ class ProgressBar:
         if self._bar is None:
             say(line)
         else:
-            self._bar.console.print(worded(redact_text(line)), highlight=False, markup=False, soft_wrap=True)
+            self._bar.console.print(redact_text(line), highlight=False, markup=False, soft_wrap=True)
 
     def table(
         self,

@@ -169,7 +169,7 @@ def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
                 break
     except OSError as error:
         raise BadInputError(
-            f"{root}: can't make a run folder there ({_why(root, error)}); give another --out"
+            f"{root}: can't make a run folder there ({_why(root, error)}); give another run folder"
         ) from error
     return folder
 
@@ -209,12 +209,12 @@ def claim_folder(folder: Path) -> bool:
         check_writable(folder)
     except OSError as error:
         raise BadInputError(
-            f"--out {folder}: can't be written ({_why(folder, error)}); give another folder"
+            f"run folder {folder}: can't be written ({_why(folder, error)}); give another"
         ) from error
     if (folder / MANIFEST).exists():
         raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
     if any(not _is_left(path) for path in folder.iterdir()):
-        raise BadInputError(f"--out {folder}: isn't empty; give a new or an empty folder")
+        raise BadInputError(f"run folder {folder}: isn't empty; give a new or an empty folder")
     return made
 
 
@@ -262,7 +262,7 @@ def lock(folder: Path) -> int:
         file = open_own(folder / _LOCK, os.O_RDWR | os.O_CREAT, alone=False)
     except OSError as error:
         raise BadInputError(
-            f"--out {folder}: {folder / _LOCK} can't be written ({error.strerror}); mend that, or give "
+            f"{folder}: {folder / _LOCK} can't be written ({error.strerror}); mend that, or give "
             "another folder"
         ) from error
     try:
@@ -274,7 +274,7 @@ def lock(folder: Path) -> int:
         who = os.pread(file, 200, 0).decode(errors="replace").strip() or "unknown"
         os.close(file)
         raise BadInputError(
-            f"{folder}: a run is going on there ({who}); wait for it, stop it, or give another --out"
+            f"{folder}: a run is going on there ({who}); wait for it, stop it, or give another run folder"
         ) from error
     if os.fstat(file).st_nlink == 1:
         with contextlib.suppress(OSError):  # a full disk: then another run's message lacks the process

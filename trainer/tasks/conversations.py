@@ -92,7 +92,7 @@ def _chat_folder(model: ModelConfig, config: LanguageConfig) -> Path:
         return at_home(config.tokenizer, "language.tokenizer")
     if not model.name.startswith("hf/"):
         raise BadInputError(
-            "data.name=conversations needs a tokenizer: --set language.tokenizer=FOLDER, with the "
+            "data.name=conversations needs a tokenizer: language.tokenizer=FOLDER, with the "
             "tokenizer.json and chat template of a model"
         )
     from trainer.models.hf_files import find_model

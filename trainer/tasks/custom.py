@@ -1,17 +1,17 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from trainer.config.beside import run_file
 from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
+from trainer.config.user_file import put_back, run_again, run_file
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
@@ -55,6 +55,7 @@ class CustomTask(OwnMethods):
 
     def anew(self) -> "CustomTask":
         """Returns the task of a new object of the same class: what a trial left in the old one is gone."""
+        put_back()
         task = _made(type(self._own), self._source, self.source_hash, self.hooks, self.identity)
         task.tried, task.remake = self.tried, self.remake
         return task
@@ -119,7 +120,7 @@ def custom_task(task: str) -> CustomTask:
     path, name = split_task(task)
     path = from_here(path)
     text, beside = read_source(path).encode(), modules_beside(path)
-    kind, hooks = _class_in(path, name)
+    kind, hooks = _class_in(_run(path), path, name)
     before, after = (
         {path.name: text, **beside},
         {path.name: read_source(path).encode(), **modules_beside(path)},
@@ -129,22 +130,26 @@ def custom_task(task: str) -> CustomTask:
     made = _made(kind, str(path), hash_of_sources(text, beside)[:16], hooks)
 
     def again() -> object:
-        return _class_in(path, name)[0]()
+        with run_again(path) as module:
+            return _class_in(module, path, name)[0]()
 
     made.remake = again
     return made
 
 
-def _class_in(path: Path, name: str) -> tuple[type, Any]:
-    """Runs a file and returns its class and its hooks."""
+def _run(path: Path) -> ModuleType:
     try:
-        _, module = run_file(path, "task")
+        return run_file(path, alone=True)
+    except BadInputError:
+        raise
     except Exception as error:
-        # A relative import that fails names the package that the folder is here.
-        said = re.sub(rf"{re.escape(run_file.__module__)}\.\w+\.", "", str(error))
         raise BadInputError(
-            f"{path}{line_of(error, path)}: {type(error).__name__}: {said}; mend the file"
+            f"{path}{line_of(error, path)}: {type(error).__name__}: {error}; mend the file"
         ) from error
+
+
+def _class_in(module: ModuleType, path: Path, name: str) -> tuple[type, Any]:
+    """Returns the class and the hooks of a file that was run."""
     there = [one for one in vars(module).values() if isinstance(one, type) and hasattr(one, "loss")]
     classes = [one for one in there if one.__module__ == module.__name__]
     if name:

@@ -208,7 +208,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
     if data.name != "coco":
         raise AssertionError(f"data.name={data.name} has no boxes")
     if not isinstance(data.path, Path):
-        raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path=DIR")
+        raise BadInputError(f"data.path is missing: data.name={data.name} needs data.path=DIR")
     from trainer.data.formats.coco import CocoPictures
 
     root = at_home(data.path, "data.path")

@@ -23,7 +23,6 @@ import io
 import os
 import random
 import sys
-import sysconfig
 import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -46,9 +45,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.config import beside
 from trainer.config.redact import REDACTED, is_secret, redact_text
 from trainer.config.task_file import modules_of
+from trainer.config.user_file import folder_of, is_file, is_installed
 from trainer.host.here import from_here
 from trainer.tasks.bytecode import (
     COMPILER,
@@ -79,9 +78,6 @@ _OF_PROCESS = ("_compiled_call_impl", "_flat_weight_refs")  # attributes of torc
 _UNSTABLE = (io.IOBase, threading.Thread, weakref.ref, Iterator)
 # Modules that give their name to classes which they make for others.
 _MAKERS = ("builtins", "types", "abc", "enum", "collections", "dataclasses", "typing")
-_INSTALLED = tuple(
-    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 
 
 class Identity(NamedTuple):
@@ -302,17 +298,15 @@ class _Walk:
 
     def _late(self, namespace: Mapping[str, Any], wanted: Import) -> None:
         """Takes in modules of the user that a function imports when it is called, without running them."""
-        name, file = namespace.get("__name__", ""), namespace.get("__file__")
-        module = wanted.module
+        name, module = namespace.get("__name__", ""), wanted.module
         if wanted.level:
             package = str(namespace.get("__package__") or "").split(".")
             module = ".".join([*package[: len(package) + 1 - wanted.level], *filter(None, [module])])
-        module = _plain(module)
         wholes = [one for one in (module, *(f"{module}.{n}".lstrip(".") for n in wanted.names)) if one]
         if not wholes:
             return
         top = wholes[0].partition(".")[0]
-        folders = [str(Path(file).parent)] if file and name.startswith(f"{beside.__name__}.") else []
+        folders = [*filter(None, [folder_of(name)])]
         with contextlib.suppress(OSError):
             folders += (
                 [] if top in sys.stdlib_module_names else [str(from_here(Path()).absolute()), *sys.path]
@@ -320,7 +314,7 @@ class _Walk:
         spec = None if top == "trainer" else PathFinder.find_spec(top, folders)
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
         found = next((Path(one) for one in places if one and Path(one).is_absolute()), None)
-        if found is None or _is_installed_file(str(found)):
+        if found is None or is_installed(str(found)):
             self._package(top)
             return
         root = found.parent if found.is_dir() or found.stem != "__init__" else found.parent.parent
@@ -331,7 +325,7 @@ class _Walk:
 
     def _statements(self, module: str) -> None:
         """Takes in what a file that was run for the task does beside its definitions."""
-        if module in self._modules or not module.startswith(f"{beside.__name__}."):
+        if module in self._modules or not folder_of(module):
             return
         self._modules.add(module)
         with contextlib.suppress(OSError, SyntaxError, ValueError):
@@ -652,9 +646,7 @@ def _places(file: str) -> list[tuple[str, str]]:
 
 def _plain(module: str) -> str:
     """Returns a module's name as the user writes it; "" for a task's file and for a script."""
-    if module.startswith(f"{beside.__name__}."):
-        module = ".".join(module.removeprefix(f"{beside.__name__}.").split(".")[1:])
-    return "" if module in ("__main__", beside.MAIN) else module
+    return "" if module == "__main__" or is_file(module) else module
 
 
 def _file_of(module: str) -> str:
@@ -701,16 +693,10 @@ def _is_installed_class(kind: type) -> bool:
     return not made or inspect.getattr_static(sys.modules[kind.__module__], kind.__name__, None) is kind
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_installed(module: str) -> bool:
     """True for a module of Python, of a package in site-packages, or of this one."""
     top = module.partition(".")[0]
-    if not module or module == "__main__" or module.startswith(f"{beside.__name__}."):
+    if not module or module == "__main__" or is_file(module):
         return False
     file = _file_of(module) or _file_of(top)
-    return top == "trainer" or (_is_installed_file(file) if file else top in sys.stdlib_module_names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed_file(file: str) -> bool:
-    return file.startswith(_INSTALLED) or bool({"site-packages", "dist-packages"} & {*Path(file).parts})
+    return top == "trainer" or (is_installed(file) if file else top in sys.stdlib_module_names)

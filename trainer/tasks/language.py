@@ -352,7 +352,7 @@ def _path(data: DataConfig) -> Path:
             "conversations": "FILE.jsonl, or a folder with train.jsonl and val.jsonl",
         }
         what = wanted.get(data.name, "FILE, a text")
-        raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path={what}")
+        raise BadInputError(f"data.path is missing: data.name={data.name} needs data.path={what}")
     path = at_home(data.path, "data.path")
     if data.name in ("tokens", "hf"):
         check_folder(path)

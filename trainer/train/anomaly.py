@@ -216,7 +216,7 @@ def read_anomalies(folder: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(
             f"{folder / _NAME}: can't be read as a list of anomalies ({error}); bring "
-            "it back, or give another --out"
+            "it back, or give another run folder"
         ) from error
     return anomalies
 

@@ -4,14 +4,12 @@ A hook gets metrics records when they are read from the device, some steps late,
 wait. A hook that only reads changes no bit of the run: all randomness of the training is keyed.
 """
 
-import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -19,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.config.beside import Beside, add_first, open_folder, run_file
 from trainer.config.sinks import FILE_SINKS
 from trainer.config.suggest import nearest
-from trainer.config.task_file import source_bytes, source_hash
+from trainer.config.task_file import source_bytes
 from trainer.config.training import HooksConfig, LogConfig, is_place
+from trainer.config.user_file import import_from, run_file
 from trainer.errors import BadInputError, StopRun, reading
 from trainer.host.files import own_folder, written_whole
 from trainer.host.here import folder_kept, from_here
@@ -307,15 +305,14 @@ def _text_of(error: BaseException) -> str:
 def _load(place: str, key: str) -> Any:
     where, _, name = place.rpartition(":")
     path = from_here(Path(where)).absolute() if where.endswith(".py") else None
-    here = str(from_here(Path()).absolute())
-    if path is None:
-        add_first(here)  # as `python -m` does: modules in the current folder can be imported
     if path:
         with reading(f"{key}: {where}", "give another file"):
             source_bytes(path)
     try:
         with folder_kept():
-            module = _module(path) if path else importlib.import_module(where)
+            module = run_file(path) if path else import_from(from_here(Path()).absolute(), where)
+    except BadInputError as error:
+        raise BadInputError(f"{key}: {error}") from error
     except _FAILURES as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -324,16 +321,3 @@ def _load(place: str, key: str) -> Any:
     if not hasattr(module, name):
         raise BadInputError(f"{key}: {where} has no {name}{nearest(name, vars(module))}")
     return getattr(module, name)
-
-
-_files: dict[Path, tuple[str, Beside, ModuleType]] = {}
-
-
-def _module(path: Path) -> ModuleType:
-    """Runs a file as a module, once in a process; again if the file, or one that it imports, was changed."""
-    text = source_hash(path)
-    if path not in _files or _files[path][0] != text:
-        _files[path] = (text, *run_file(path, str(path)))
-    _, beside, module = _files[path]
-    open_folder(beside, str(path))
-    return module

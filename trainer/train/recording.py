@@ -45,7 +45,7 @@ def writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise BadInputError(
             f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
-            "--out"
+            "run folder"
         ) from error
 
 

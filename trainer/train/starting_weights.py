@@ -134,7 +134,7 @@ def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
         BadInputError: If the folder can't be written.
     """
     kept = folder / KEPT
-    with writing(str(kept), "mend that, or give another --out"):
+    with writing(str(kept), "mend that, or give another run folder"):
         files.remove(kept)
         if begun_from is None:
             return
@@ -172,7 +172,7 @@ def begin_from(run: Run, folder: Path, begun_from: BegunFrom) -> list[str]:
     """
     kept = folder / KEPT / folder_name(begun_from.step)
     path = kept if kept.exists() else _in_run(Path(begun_from.folder), begun_from.step)
-    remedy = f"bring back {kept}, or begin again in another --out"
+    remedy = f"bring back {kept}, or begin again in another run folder"
     try:
         # A rank of a sharded run reads only its rows, later.
         found = read(path) if run.state.rows is None else look_up(path)

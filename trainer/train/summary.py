@@ -22,7 +22,6 @@ from trainer.observe.diagnosis import Verdict
 from trainer.observe.log import Logged, MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
-from trainer.observe.wording import start_word
 from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Manifest, update_manifest
 from trainer.runs.report.read import REPLACED
@@ -105,7 +104,7 @@ def finish(
     board = f"{_as_typed(programs / 'tensorboard')} --logdir {path_shown(folder.parent)}\n               "
     setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that has an effect
     again = f"{_as_typed(programs / 'trainer')} train {manifest.recipe} --set {setting}"
-    if start_word() == "fit":
+    if run.recipe.task == "own":  # a class of this process
         again = "fit(…) with other settings"
     progress_bar.say(
         f"\n  {metric:<12} {metrics[metric]:.4f}\n"

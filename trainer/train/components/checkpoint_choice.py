@@ -50,7 +50,7 @@ def newest_checkpoint(
             found, skipped = newest_good(place, stored.foreign if stored else None)
     except OSError as error:
         raise BadInputError(
-            f"{place} can't be used ({error.strerror}); mend that, or give another --out"
+            f"{place} can't be used ({error.strerror}); mend that, or give another run folder"
         ) from error
     except Unreadable as error:
         raise BadInputError(
@@ -60,19 +60,19 @@ def newest_checkpoint(
         more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
         raise BadInputError(
             f"{folder}: none of its checkpoints can be trusted ({'; '.join(skipped[:_SHOWN])}{more}); "
-            "bring one back, give another --out, or begin again by --resume force"
+            "bring one back, give another run folder, or begin again by --resume force"
         )
     if stored is None or stored.status != "finished":
         return found, skipped
     if found is None:
         raise BadInputError(
-            f"{folder}: the finished run has no checkpoint to be extended from; give another --out"
+            f"{folder}: the finished run has no checkpoint to be extended from; give another run folder"
         )
     if found.step < stored.last_step and mode != "force":
         raise BadInputError(
             f"{folder}: it ended at step {stored.last_step}, and its newest good checkpoint is of step "
             f"{found.step}: what came between would be trained again; do that by --resume force, or give "
-            "another --out"
+            "another run folder"
         )
     return found, skipped
 
@@ -167,13 +167,13 @@ def load_checkpoint(
     if found.step >= run.plan.steps and not (at_its_end and found.state.get("metrics")):
         raise BadInputError(
             f"{found.path} is of step {found.step}, and this configuration ends at {run.plan.steps}: "
-            "nothing is left to train; raise epochs or max_steps, or give another --out"
+            "nothing is left to train; raise epochs or max_steps, or give another run folder"
         )
     try:
         load_state(run, found.step, found.tensors, found.state)
     except (KeyError, ValueError) as error:
         raise BadInputError(
-            f"{found.path}: isn't a checkpoint of this run ({error}); give another --out, or remove it"
+            f"{found.path}: isn't a checkpoint of this run ({error}); give another run folder, or remove it"
         ) from error
     except (Damaged, Unreadable) as error:  # in a sharded run tensors are read only now
         raise BadInputError(f"{found.path}: {error}; it was sound a moment ago: start again") from error

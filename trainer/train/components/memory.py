@@ -217,7 +217,7 @@ def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: b
     if free < wanted:
         raise BadInputError(
             f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB{more}; "
-            f"give another --out"
+            f"give another run folder"
         )
 
 

@@ -22,7 +22,6 @@ from trainer.host.here import paths_from_here
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
 from trainer.observe.rows import FILES, OWN
-from trainer.observe.wording import started_by
 from trainer.runs.folder import RUNS, read_rows
 from trainer.runs.manifest import Manifest, read_stored
 from trainer.tasks import Task
@@ -32,8 +31,8 @@ from trainer.train.hooks import HookError, find_hooks
 from trainer.train.options import Mode, parse_source
 from trainer.train.request import Request
 from trainer.train.start.micro_batch import stored_size, usual_size
-from trainer.train.start.process_state import process_state_kept
 from trainer.train.start.rank import not_left_by, train_rank
+from trainer.train.start.undo import undone
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def fit(
     """Trains in this process, on one GPU or on the CPU, as `trainer train` does without its launcher.
 
     After an interruption, a call with the same `out` resumes from the newest checkpoint. A process does one
-    fit at a time. What fit sets (torch's random state and switches, the current folder) is undone at its end.
+    fit at a time. What fit sets (torch's random state and switches, `sys.path`) is undone at its end.
 
     Args:
         task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task
@@ -101,7 +100,7 @@ def fit(
     Raises:
         BadInputError: If anything given is wrong, naming the remedy; or if the run was stopped early.
     """
-    with started_by("fit"), _one_at_a_time(), process_state_kept(), paths_from_here():
+    with _one_at_a_time(), undone(), paths_from_here():
         try:
             with contextlib.ExitStack() as stack:
                 return _fit(stack, task, settings or {}, out, resume, from_run, hooks)

@@ -56,7 +56,7 @@ from trainer.train.request import Prepared, Request, as_json
 from trainer.train.saving import Checkpoints
 from trainer.train.start.job import restarted
 from trainer.train.start.prepare import prepared_in_turns
-from trainer.train.start.process_state import switches_kept
+from trainer.train.start.undo import switches_kept
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_replaced, gather_weights

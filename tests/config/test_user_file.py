@@ -1,0 +1,275 @@
+"""Promise: a user's file runs as a script does, with modules of its folder: no other's, no earlier text."""
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import py_compile
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.refusals import refused
+from trainer.config.task_file import modules_beside, source_hash
+from trainer.config.user_file import folders_closed, import_from, is_importable, put_back, run_again, run_file
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Writes modules, a name with _in_ in it into a package; returns the path of task.py."""
+    for name, text in files.items():
+        path = folder.joinpath(*name.split("_in_")[::-1]).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "task.py"
+
+
+NET = "class Net:\n    NAME = {!r}\n"
+
+
+def test_folders_with_modules_of_the_same_name(tmp_path: Path) -> None:
+    """In packages and folders without __init__.py, and imported by a function."""
+    text = """
+from net import Net
+import importlib, lay.net, pkg.deep
+def names():
+    import late
+    found = Net, lay.net.Net, pkg.deep.Net, late, importlib.import_module("pkg." + "dynamic")
+    return {one.NAME for one in found}
+"""
+    for name in "ab":
+        one = f"NAME = {name!r}"
+        more = {"net_in_lay": NET.format(name), "dynamic_in_pkg": one, "__init___in_pkg": ""}
+        write(
+            tmp_path / name,
+            task=text,
+            net=NET.format(name),
+            late=one,
+            deep_in_pkg="from net import Net",
+            **more,
+        )
+    for name in "abba":
+        assert run_file(tmp_path / name / "task.py", alone=True).names() == {name}
+
+
+def test_an_edited_one_is_read_anew(tmp_path: Path) -> None:
+    """Also one of the same size and time, for which another process has left bytecode."""
+    task = write(
+        tmp_path,
+        task="import net\ndef late():\n    import other\n    return other.NAME",
+        net="NAME = 1",
+        other="NAME = 1",
+    )
+    first = run_file(task)
+    assert (first.net.NAME, first.late()) == (1, 1)
+    assert run_file(task) is first is importlib.import_module("task"), "once until it is edited"
+    for name in ("net.py", "other.py"):
+        py_compile.compile(str(tmp_path / name))
+        times = (tmp_path / name).stat()
+        (tmp_path / name).write_text("NAME = 2")
+        os.utime(tmp_path / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+    second = run_file(task)
+    assert (second.net.NAME, second.late()) == (2, 2)
+    assert first.net.NAME == 1
+
+
+def test_what_a_file_made_is_gone_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that it put on sys.path, too; what the process had by these names is there again."""
+    write(tmp_path / "theirs", net=NET.format("theirs"))
+    monkeypatch.syspath_prepend(str(tmp_path / "theirs"))
+    net = importlib.import_module("net")
+    text = "import sys, os, net\nsys.path.insert(0, os.path.dirname(__file__) + '/lib')\nimport libnet\n"
+    before = list(sys.path)
+    for name in "ab":
+        task = write(tmp_path / name, task=text, net=NET.format(name), libnet_in_lib=NET.format(name))
+        with folders_closed():
+            module = run_file(task)
+            assert module.net.Net.NAME == module.libnet.Net.NAME == name
+        assert sys.path == before and sys.modules["net"] is net
+        assert not {"task", "libnet"} & {*sys.modules}
+    del sys.modules["net"]
+
+
+def test_one_that_is_run_again_takes_no_names_away(tmp_path: Path) -> None:
+    task = write(tmp_path, task="import net\nclass Mine: pass", net="FOUND = []")
+    first = run_file(task)
+    with run_again(task) as second:
+        assert second is not first and second.net.FOUND is not first.net.FOUND
+    assert run_file(task) is first is sys.modules["task"] and sys.modules["net"] is first.net
+
+
+def test_a_hook_of_another_folder(tmp_path: Path) -> None:
+    """It has its own modules, and so has the task; where both have one of a name, it is refused."""
+    lazy = "def late():\n    import {0}\n    return {0}.NAME"
+    task = run_file(
+        write(tmp_path / "a", task=lazy.format("mine"), mine="NAME = 'a'", own="NAME = 'a'"), alone=True
+    )
+    write(tmp_path / "b", hook=lazy.format("own"), mine="NAME = 'b'", own="NAME = 'b'", task="")
+    assert run_file(tmp_path / "b" / "hook.py").late() == "b"
+    assert task.late() == "a"
+    write(tmp_path / "c", another="import mine", third="from mine import NAME", mine="NAME = 'c'")
+    with refused("mine", tmp_path / "a", tmp_path / "c"):
+        run_file(tmp_path / "c" / "another.py")
+    with refused("mine"):
+        import_from(tmp_path / "c", "third")
+    with refused("task"):
+        run_file(tmp_path / "b" / "task.py")
+    write(tmp_path / "d", placed="NAME = 'd'")
+    assert import_from(tmp_path / "d", "placed").NAME == "d"
+
+
+@pytest.mark.parametrize("name", ["random", "yaml", "trainer", "__main__", "sys"])
+def test_a_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
+    """As that of the file, and of a module that it imports; one that it doesn't import shadows nothing."""
+    write(
+        tmp_path, **{name: "raise RuntimeError", "task": f"import {name}", "other": "import trainer.version"}
+    )
+    with refused(name):
+        run_file(tmp_path / f"{name}.py")
+    if name not in ("trainer", "__main__"):
+        with refused(name):
+            run_file(tmp_path / "task.py")
+    run_file(tmp_path / "other.py")
+    assert importlib.util.find_spec(name) is None or "RuntimeError" not in str(importlib.util.find_spec(name))
+
+
+def test_an_installed_one_comes_before_what_lies_there_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a library imports it for the first time."""
+    write(
+        tmp_path,
+        colorsys="raise RuntimeError",
+        task="def late():\n    return __import__('colorsys').rgb_to_hsv",
+    )
+    (tmp_path / "yaml").mkdir()  # data
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    write(tmp_path, task="import yaml")
+    module = run_file(tmp_path / "task.py")
+    assert importlib.import_module("colorsys").rgb_to_hsv and module.yaml.safe_load("1") == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("name", ["task", "my-task", "01"])
+def test_another_process_is_sent_what_is_defined_there(tmp_path: Path, method: str, name: str) -> None:
+    text = (
+        "from pkg.work import SCALE\nclass Square:\n    def __call__(self, x):\n        return x * x * SCALE"
+    )
+    write(tmp_path, **{name: text, "__init___in_pkg": "", "work_in_pkg": "SCALE = 10"})
+    square = run_file(tmp_path / f"{name}.py").Square()
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.map(square, [3]) == [90]
+
+
+def test_a_fork_with_another_path_gets_the_folders_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = list(sys.path)
+    module = run_file(
+        write(tmp_path, task="def late():\n    import net\n    return net.Net.NAME", net=NET.format(1))
+    )
+    monkeypatch.setattr(sys, "path", before)
+    put_back()
+    assert module.late() == 1
+
+
+def test_a_stem_with_a_dot_is_run_but_cannot_be_sent(tmp_path: Path) -> None:
+    (tmp_path / "a.v2.py").write_text("import net\nclass Mine: pass")
+    write(tmp_path, net=NET.format("own"))
+    module = run_file(tmp_path / "a.v2.py")
+    assert module.net.Net.NAME == "own"
+    assert not is_importable(module.Mine.__module__) and is_importable("net")
+
+
+def test_a_module_that_fails_can_be_mended(tmp_path: Path) -> None:
+    task = write(tmp_path, task="from net import Net", net="1 / 0")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError) as failed:
+            run_file(task)
+        assert str(tmp_path / "net.py") in str(failed.traceback[-1].path)
+        assert "task" not in sys.modules and str(tmp_path) not in sys.path
+    write(tmp_path, net=NET.format("mended"))
+    assert run_file(task).Net.NAME == "mended"
+
+
+# --- the hash ---
+
+
+def test_what_a_task_imports_from_its_folder_is_part_of_it(tmp_path: Path) -> None:
+    task = write(
+        tmp_path,
+        task="import torch, net\nfrom pkg.deep import thing\nfrom lay import one\n\n"
+        "def f():\n    from late import x\n"
+        "    import_module('named')\n    import os.path",
+        net="from helper import h",
+        helper="h = 1",
+        late="x = 1",
+        named="",
+        unused="",
+        torch_in_unused="",
+        __init___in_pkg="",
+        other_in_pkg="",
+        one_in_lay="",
+    )
+    (tmp_path / "pkg" / "deep").mkdir()
+    (tmp_path / "pkg" / "deep" / "__init__.py").write_text("from . import thing")
+    (tmp_path / "pkg" / "deep" / "thing.py").write_text("from ..near import n")
+    (tmp_path / "pkg" / "near.py").write_text("n = 1")
+    found = modules_beside(task)
+    assert sorted(found) == [
+        "helper.py",
+        "late.py",
+        "lay/one.py",
+        "named.py",
+        "net.py",
+        "pkg/__init__.py",
+        "pkg/deep/__init__.py",
+        "pkg/deep/thing.py",
+        "pkg/near.py",
+    ]
+    hashes = {source_hash(task)}
+    for name in found:
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed\n")
+        hashes.add(source_hash(task))
+    assert len(hashes) == len(found) + 1
+    last = source_hash(task)
+    (tmp_path / "unused.py").write_text("changed = 1")
+    assert source_hash(task) == last
+
+
+def test_moved_together_it_is_the_same_task(tmp_path: Path) -> None:
+    task = write(tmp_path / "a", task="import net", net="x = 1")
+    before = source_hash(task)
+    (tmp_path / "a").rename(tmp_path / "b")
+    (tmp_path / "b" / "task.py").rename(tmp_path / "b" / "yours.py")
+    assert source_hash(tmp_path / "b" / "yours.py") == before
+
+
+def test_a_file_alone_has_the_hash_that_it_had(tmp_path: Path) -> None:
+    """Runs that were begun before resume."""
+    import hashlib
+
+    task = write(tmp_path, task="import os\n")
+    assert source_hash(task) == hashlib.sha256(b"import os\n").hexdigest()[:16]
+
+
+def test_names_made_at_run_time_take_in_the_folder(tmp_path: Path) -> None:
+    task = write(
+        tmp_path,
+        task="import models",
+        beside="",
+        __init___in_models="import importlib\nimportlib.import_module(f'models.{x}')",
+        a_in_models="",
+        b_in_models="broken(",
+    )
+    assert sorted(modules_beside(task)) == ["models/__init__.py", "models/a.py", "models/b.py"]
+
+
+def test_files_that_import_each_other(tmp_path: Path) -> None:
+    task = write(tmp_path, task="import one", one="import task, two", two="import one, trainer, missing")
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").touch()
+    assert sorted(modules_beside(task)) == ["one.py", "two.py"]
+    (tmp_path / "two.py").chmod(0o000)
+    assert "one.py" in modules_beside(task)
