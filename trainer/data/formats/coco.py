@@ -175,6 +175,16 @@ class CocoPictures:
         part._rows, part._areas = self._rows[rows], self._areas[rows]
         return part
 
+    def numbered_by(self, classes: Sequence[str]) -> "CocoPictures":
+        """Returns the same images with the class numbers of other data; their own classes are among them."""
+        if tuple(self.classes) == tuple(classes):
+            return self
+        part, number = copy.copy(self), {name: index for index, name in enumerate(classes)}
+        numbers = np.array([number[name] for name in self.classes])
+        part.classes, part._rows = classes, self._rows.copy()
+        part._rows[:, 4] = numbers[self._rows[:, 4].astype(np.int64)]
+        return part
+
     def fingerprint(self) -> str:
         """Returns a hash of the boxes and categories, and the fingerprint of the files."""
         digest = hashlib.sha256(repr(self.categories).encode())
@@ -269,6 +279,7 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
         f"{root}: no annotations/instances_{part}.json or instances_{part}2017.json; data.name=coco needs "
         "these, and the images in train/ and val/ (or train2017/ and val2017/), or Roboflow's train/ and "
         "valid/ with _annotations.coco.json in each"
+        f"{hint(os.fsencode(root), f'annotations/instances_{part}.json'.encode())}"
     )
 
 

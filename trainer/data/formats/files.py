@@ -7,9 +7,10 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, unreadable, unreadable_line
@@ -89,10 +90,21 @@ class Files(Records):
                 digest.update(_content(self.path(sample)))
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
+    def contents(self) -> npt.NDArray[Any] | None:
+        """See `Records.contents`: by paths, which are distinct where folders were searched."""
+        if self._listed is None:
+            return None
+        root = os.path.realpath(self._root)
+        paths = (os.path.join(root, name) for name in plain_names(self._root, self._names()))  # noqa: PTH118
+        return np.fromiter(map(hash, paths), np.int64, len(self))
+
+    def _names(self) -> list[bytes]:
+        text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
     def absent(self) -> str:
         """See `Records.absent`."""
-        text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
-        names = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        names = self._names()
         wrong = unreadable(self._root, names)
         if wrong:
             number, reason = wrong[0]
@@ -317,7 +329,7 @@ def unlisted(
     return sorted(found.difference(plain_names(root, names)))
 
 
-def plain_names(root: Path, names: Iterable[bytes]) -> Iterator[bytes]:
+def plain_names(root: bytes | Path, names: Iterable[bytes]) -> Iterator[bytes]:
     """Yields paths relative to a folder in one spelling: "./a.png" and "/data/a.png" may be "a.png"."""
     start = os.fsencode(root)
     for name in names:

@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,19 @@ class Records(ABC):
         part = copy.copy(self)
         part._columns = Columns.hold(self._columns.rows(samples))
         return part
+
+    def numbered_by(self, classes: Sequence[str]) -> Self:
+        """Returns the same samples with the class numbers of other data; their own classes are among them."""
+        if tuple(self.classes) == tuple(classes[: len(self.classes)]):
+            return self
+        number, part = {name: index for index, name in enumerate(classes)}, copy.copy(self)
+        numbers = np.array([number.get(name, -1) for name in self.classes], np.int64)
+        part.classes, part._columns = classes, self._columns.replaced(LABEL, numbers[self.labels])
+        return part
+
+    def contents(self) -> npt.NDArray[Any] | None:
+        """Returns a number for each sample, (n,), equal for the same file or content; None if unknown."""
+        return None
 
     def file_name(self, sample: int) -> bytes:
         """Returns the path of a sample relative to its root, which a pack keeps."""
