@@ -301,7 +301,7 @@ def _end_with_trainer() -> None:
 
 @contextlib.contextmanager
 def starting(workers: int, context: BaseContext) -> Iterator[None]:
-    """Context manager in which loader workers start; an error of the system names what there is too little of.
+    """Context manager in which loader workers start; an error of the system names what is lacking.
 
     Raises:
         BadInputError: If there is no room in /dev/shm, or a limit of open files or processes is reached.
