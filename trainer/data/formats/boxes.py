@@ -264,6 +264,18 @@ def paste(picture: Picture, out: Pixels, scale: float, down: float, right: float
     return _without(made, np.asarray(~seen | empty))
 
 
+def scale_of(sides: Sequence[int], room: Sequence[int]) -> tuple[float, float]:
+    """Returns the pixels that `paste` gives a pixel of an image at scale 1, across and down.
+
+    Args:
+        sides: Height and width of the image.
+        room: Height and width of the output.
+    """
+    factor = min(most / side for side, most in zip(sides, room, strict=True))
+    down, across = (_along(side, most, factor, 0.0) for side, most in zip(sides, room, strict=True))
+    return across.size / across.length, down.size / down.length
+
+
 def flipped(picture: Picture) -> Picture:
     """Mirrors an image and its boxes left to right."""
     image = torch.from_numpy(picture.image).flip(1).numpy()  # ten times as fast as numpy's

@@ -120,6 +120,12 @@ class Files(Records):
         remedy = f"add it, or take its {unit} out (paths are relative to {readable(self._root)})"
         return unreadable_line(wrong, len(self), f"files named in {table}", listed_name, remedy)
 
+    @property
+    def numbers(self) -> list[int]:
+        """See `Listed.numbers`."""
+        numbers: list[int] = self._columns["number"].tolist()
+        return numbers
+
     def name(self, sample: int) -> str:
         """Returns the path of a sample as printable text."""
         return readable(self.path(sample))
