@@ -81,6 +81,7 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
             *class_notes(classes, train, evaluation),
             *twin_notes(train, evaluation),
             *_empty_classes(classes, train),
+            *_joined_classes(config, classes),
             *_another_order(config, classes),
         ),
     )
@@ -131,9 +132,9 @@ def check_alike(dataset: Dataset, classes: Sequence[str], main: Dataset, known: 
             f"has other classes than the model ({len(classes):,} and {len(known):,}): '{odd[0]}' is none of "
             "the model's"
         )
-    if tuple(classes) != tuple(known[: len(classes)]):
-        holder = "pictures" if hasattr(dataset, "pictures") else "records"
-        setattr(dataset, holder, getattr(dataset, holder).numbered_by(known))
+    several = getattr(getattr(dataset, "records", None), "sets", None) is not None
+    if several or tuple(classes) != tuple(known[: len(classes)]):
+        dataset.number_by(known)  # type: ignore[attr-defined]
     for name, (shape, dtype) in main.fields.items():
         here = dataset.fields.get(name)
         if here != (shape, dtype):
@@ -230,7 +231,7 @@ def common_classes(
         BadInputError: If a class has no training samples, or can hardly be told from another.
     """
     classes = tuple(train.classes)
-    unlearned = strangers(evaluation.classes, evaluation.labels, classes, gaps)
+    unlearned = strangers(evaluation, classes, gaps)
     for names in (classes, evaluation.classes, (*classes, *unlearned)):
         if pair := alike(names):
             raise BadInputError(
@@ -243,7 +244,7 @@ def common_classes(
             f"{path}: class '{unlearned[0]}'{more} is in val only; add samples of it to train, or remove it"
         )
     evaluation = evaluation.numbered_by(classes)
-    learned, measured = (np.bincount(part.labels, minlength=len(classes)) for part in (train, evaluation))
+    learned, measured = (_counts(part, classes) for part in (train, evaluation))
     empty = np.flatnonzero((learned == 0) & ((measured > 0) | (not (classes[0] == "0" and gaps))))
     if empty.size:
         more = f" (and {empty.size - 1:,} more)" if empty.size > 1 else ""
@@ -255,13 +256,17 @@ def common_classes(
     return classes, evaluation
 
 
-def strangers(classes: Sequence[str], labels: Ints, known: Sequence[str], gaps: bool = False) -> list[str]:
+def _counts(part: Records, classes: Sequence[str]) -> Ints:
+    counts = part.counts()
+    return np.pad(counts, (0, len(classes) - len(counts)))
+
+
+def strangers(records: Records, known: Sequence[str], gaps: bool = False) -> list[str]:
     """Returns the classes that aren't known; with `gaps` not numbers without samples."""
-    used = np.bincount(labels, minlength=len(classes)) > 0
-    among = set(known)
+    used, among = records.counts() > 0, set(known)
     return [
         name
-        for name, has in zip(classes, used.tolist(), strict=True)
+        for name, has in zip(records.classes, used.tolist(), strict=True)
         if name not in among and (has or not (gaps and name.isdigit()))
     ]
 
@@ -299,7 +304,8 @@ def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> 
             f"there is one class only ('{classes[0]}'), so that loss and accuracy say nothing; is data.path "
             "one folder too high or too low?"
         )
-    empty = np.setdiff1d(train.labels, evaluation.labels)
+    learned, measured = (_counts(part, classes) for part in (train, evaluation))
+    empty = np.flatnonzero((learned > 0) & (measured == 0))
     if empty.size:
         more = f" (and {empty.size - 1:,} more)" if empty.size > 1 else ""
         notes.append(f"class '{classes[empty[0]]}'{more} has no samples in val, and isn't measured")
@@ -318,9 +324,20 @@ def _another_order(config: DataConfig, classes: tuple[str, ...]) -> tuple[str, .
     return ()
 
 
+def _joined_classes(config: DataConfig, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a note on classes of a table that look like several."""
+    joined = [name for name in classes if "|" in name.strip("|")]
+    if config.name != "table" or not joined or config.label_separator is not None:
+        return ()
+    return (
+        f"{len(joined):,} of {len(classes):,} classes hold '|', as '{joined[0]}'; if an image has several "
+        "classes there, set data.label_separator='|'",
+    )
+
+
 def _empty_classes(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:
     """Returns a note on classes without samples, each of which still costs an output of the model."""
-    empty = np.setdiff1d(np.arange(len(classes)), train.labels)
+    empty = np.flatnonzero(_counts(train, classes) == 0)
     if not empty.size:
         return ()
     return (

@@ -92,6 +92,8 @@ def with_details(task: Task, results: bool = False) -> WithDetails:
         task: The task.
         results: True to keep the entries of COCO's results file.
     """
+    if isinstance(task, Classification) and task.several:
+        return WithDetails(task)
     if isinstance(task, (Classification, Audio)):
         return OfClasses(task)
     return OfBoxes(task, results) if isinstance(task, Detection) else WithDetails(task)

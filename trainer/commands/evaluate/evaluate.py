@@ -52,8 +52,12 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
             check_replaceable(options.plot)
     request = _request(options)
     opened = asked(request)
-    if options.plot is not None and opened.recipe.task not in ("classification", "audio"):
-        raise BadInputError(f"--plot: task={opened.recipe.task} has no confusion matrix")
+    if options.plot is not None and (
+        opened.recipe.task not in ("classification", "audio") or opened.task.describe().get("several")
+    ):
+        raise BadInputError(
+            f"--plot: task={opened.recipe.task} has no confusion matrix, nor have images of several classes"
+        )
     if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_DRAWN:
         raise BadInputError(f"--plot: at most {MOST_DRAWN} classes can be drawn; --json has the matrix")
     check_results(options.coco, opened.task)

@@ -164,6 +164,10 @@ class BoxedImages:
     def __len__(self) -> int:
         return len(self.pictures)
 
+    def number_by(self, classes: Sequence[str]) -> None:
+        """Numbers the classes as a model does; the images are COCO's."""
+        self.pictures = self.pictures.numbered_by(classes)  # type: ignore[attr-defined]
+
     def only(self, samples: Ints) -> "BoxedImages":
         """Returns the subset of some images, renumbered in this order."""
         part, only = copy.copy(self), getattr(self.pictures, "only", None)

@@ -83,6 +83,8 @@ class Files(Records):
         digest = hashlib.sha256(repr(tuple(self.classes)).encode())
         for column in ("name", "name_end", "label"):
             digest.update(self._columns[column].tobytes())
+        if self.sets is not None:
+            digest.update(self.sets.tobytes())
         for sample in spread(len(self), _SIZES).tolist():
             digest.update(f"{size_of(self.path(sample))} ".encode())
         for sample in spread(len(self), _CONTENTS).tolist():
