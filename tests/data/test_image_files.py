@@ -186,20 +186,20 @@ def labeled(classes: Sequence[str], labels: list[int]) -> Files:
 
 
 @pytest.mark.parametrize(
-    ("train", "val", "message"),
+    ("train", "val", "names"),
     [
-        (("ab", [0, 0]), ("ab", [0, 1]), "class 'b' has no samples in train, and 1 in val"),
-        (("abc", [0, 0]), ("abc", [0, 0]), r"class 'b' \(and 1 more\) has no samples in train, and 0 in val"),
-        (("ab", [0, 1]), ("abc", [0, 1, 2]), "class 'c' is in val only"),
-        (("ab", [0, 1]), ("abcd", [0, 2, 3]), r"class 'c' \(and 1 more\) is in val only"),
-        (("ab", [0, 1]), (("a", "b "), [0, 1]), "hardly be told from class 'b '"),
-        (("012", [0, 2]), ("0123", [0, 3]), "class '3' is in val only"),
-        (("012", [0, 2]), ("012", [0, 1]), "class '1' has no samples in train, and 1 in val"),
-        ((("a", "a "), [0, 1]), (("a", "a "), [0, 1]), "class 'a' can hardly be told from class 'a '; make"),
+        (("ab", [0, 0]), ("ab", [0, 1]), "'b' train 1 val"),
+        (("abc", [0, 0]), ("abc", [0, 0]), "'b' 1 train 0 val"),
+        (("ab", [0, 1]), ("abc", [0, 1, 2]), "'c' val"),
+        (("ab", [0, 1]), ("abcd", [0, 2, 3]), "'c' 1 val"),
+        (("ab", [0, 1]), (("a", "b "), [0, 1]), "'b' 'b '"),
+        (("012", [0, 2]), ("0123", [0, 3]), "'3' val"),
+        (("012", [0, 2]), ("012", [0, 1]), "'1' train 1 val"),
+        ((("a", "a "), [0, 1]), (("a", "a "), [0, 1]), "'a' 'a '"),
     ],
 )
-def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
+def test_a_class_without_samples_to_learn_from(train: Any, val: Any, names: str) -> None:
+    with refused("data", names):
         common_classes("data", labeled(*train), labeled(*val), gaps=True)
 
 

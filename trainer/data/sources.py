@@ -134,7 +134,9 @@ def check_alike(dataset: Dataset, classes: Sequence[str], main: Dataset, known: 
         )
     several = getattr(getattr(dataset, "records", None), "sets", None) is not None
     if several or tuple(classes) != tuple(known[: len(classes)]):
-        dataset.number_by(known)  # type: ignore[attr-defined]
+        if (number_by := getattr(dataset, "number_by", None)) is None:
+            raise BadInputError("has its classes in another order than the model, and can't be renumbered")
+        number_by(known)
     for name, (shape, dtype) in main.fields.items():
         here = dataset.fields.get(name)
         if here != (shape, dtype):

@@ -315,7 +315,7 @@ async def _tried(
             warn(f"{url}: {what}, and its server asks to wait for {asked:,.0f} s")
         if asked > left or (not asked and not rest):
             break
-        wait = asked or rest.popleft()
+        wait = max(1.0, asked) if asked else rest.popleft()
         left -= wait
         await asyncio.sleep(wait)
     if isinstance(failure, EOFError):
