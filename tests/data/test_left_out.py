@@ -105,7 +105,9 @@ def test_a_class_of_other_files_says_which(tmp_path: Path) -> None:
         load_images(DataConfig(name="folder", path=tmp_path), 0)
 
 
-def test_samples_of_shards_with_two_labels_and_those_of_both_parts_are_counted(tmp_path: Path) -> None:
+def test_samples_of_shards_with_two_labels_and_those_of_both_parts_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def member(name: str, label: str, data: bytes) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
         return (f"{name}.jpg", JPEG + data), (f"{name}.cls", label.encode())
 
@@ -120,6 +122,8 @@ def test_samples_of_shards_with_two_labels_and_those_of_both_parts_are_counted(t
     labels, both = load_images(DataConfig(name="shards", path=tmp_path), 0).notes
     assert named(labels, "1 train 1.jpg")
     assert named(both, "1 2 val 5.jpg")
+    assert main(["data", "stats", str(tmp_path)]) == 0
+    assert {labels, both} <= set(capsys.readouterr().out.splitlines())
 
 
 def test_one_class_and_one_that_is_not_measured(tmp_path: Path) -> None:
