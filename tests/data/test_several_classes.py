@@ -90,6 +90,8 @@ def test_the_loss_is_the_binary_cross_entropy_of_a_sigmoid(data: dict[str, Any])
     torch.testing.assert_close(found["loss"], wanted)
     right = ((logits.sigmoid() > 0.5) == label.bool()).all(1)[:4].sum()
     assert found["accuracy"] == right
+    label, logits[:] = torch.zeros_like(label), float("nan")
+    assert task.measure(Given(), Batch({"image": image, "label": label}, None, None, 5))["accuracy"] == 0
     with refused("regularization.label_smoothing"):
         Classification(DataConfig(**data), ModelConfig(), RegularizationConfig(label_smoothing=0.1), 0)
 

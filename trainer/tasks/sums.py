@@ -82,7 +82,7 @@ def classified(logits: torch.Tensor, label: torch.Tensor, batch: Batch) -> Mappi
     """
     sums = {"loss": cross_entropy(logits, label, batch)}
     if label.ndim == 2:
-        right = ((logits > 0) == label.bool()).all(1) & ~logits.isnan().any(1)
+        right = ((logits > 0) == label.bool()).all(1) & ~logits.isnan().any(dim=1)
         return {**sums, "accuracy": (right if batch.weight is None else right & (batch.weight > 0)).sum()}
     for name, metric in METRICS.items():
         if logits.shape[1] >= metric.classes:
