@@ -311,7 +311,10 @@ class DataConfig(LoaderConfig):
 
 
 # Keys of one location, which a set with another kind of data or another path doesn't inherit.
-_OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "eval_split")
+_OF_PLACE = (
+    *("path", "cache", "cache_limit", "input_column", "label_column", "label_separator", "label_columns"),
+    "eval_split",
+)
 
 
 class EvaluationSetConfig(Section):
