@@ -1,5 +1,7 @@
 """Promise: `trainer predict` shows what every kind of model makes of what it is given."""
 
+import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import soundfile
 import torch
 from PIL import Image
 
+from tests.data.test_coco import told, written
 from tests.helpers.forked import attempt
-from tests.helpers.refusals import named
+from tests.helpers.refusals import named, refusal
 from trainer.cli import main
 from trainer.commands.predict import boxes
 from trainer.config.recipe import Recipe
@@ -86,6 +89,62 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data, what = tmp_path_factory.mktemp("coco"), told()
+    for box in what["annotations"]:
+        box["area"] = box["bbox"][2] * box["bbox"][3]
+    written(data, what)
+    what["categories"][0]["id"] = what["annotations"][0]["category_id"] = 4
+    written(data, what, "val")
+    sizes = {"image_size": 32, "global_batch_size": 2, "micro_batch_size": 2, "workers": 0}
+    return train(
+        tmp_path_factory.mktemp("runs") / "coco",
+        task="detection",
+        max_steps=1,
+        data={"name": "coco", "path": data, **sizes},
+        model={"width": 4, "norm": "group"},
+    )
+
+
+def test_boxes_are_written_as_cocos_results(
+    coco: Path, squares: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    file, some = tmp_path / "all.json", tmp_path / "some.json"
+    assert main(["evaluate", str(coco), "--json", "--coco", str(file)]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    data = open_run(coco).recipe.data.path
+    truth = COCO(f"{data}/annotations/instances_val.json")
+    oracle = COCOeval(truth, truth.loadRes(str(file)), "bbox")
+    oracle.evaluate()
+    oracle.accumulate()
+    oracle.summarize()
+    capsys.readouterr()
+    wanted = [None if value < 0 else pytest.approx(value, abs=1e-6) for value in oracle.stats]
+    assert list(figures["coco"].values()) == wanted
+    assert "results" not in figures
+    entries = json.loads(file.read_text())
+    assert {each["category_id"] for each in entries} <= {3, 4, 18}
+    words = ["predict", str(coco), "--score", "0", "--coco", str(some)]
+    assert main(words) == 0
+    key = operator.itemgetter("image_id", "score", "category_id")
+    shown = sorted(json.loads(some.read_text()), key=key)
+    for ours, theirs in zip(shown, sorted(entries, key=key), strict=True):
+        assert ours == {**theirs, "bbox": pytest.approx(theirs["bbox"], abs=1e-3)}
+    assert main([*words[:2], f"{data}/val/7.png", *words[2:]]) == 0
+    assert {each["image_id"] for each in json.loads(some.read_text())} == {7}
+    capsys.readouterr()
+    for command in ("predict", "evaluate"):
+        refusal(
+            main([command, str(squares), "--coco", str(file)]),
+            capsys.readouterr().err,
+            "--coco data.name=coco",
+        )
+
+
 def test_tones_are_named_and_what_is_none_is_told(
     tones: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,12 +158,12 @@ def test_tones_are_named_and_what_is_none_is_told(
     (tmp_path / "torn.wav").write_bytes(files[0].read_bytes()[:99])
     odd = [tmp_path / name for name in ("slow.wav", "torn.wav", "gone.wav")]
     assert main(["predict", str(tones), *map(str, [*files, *odd])]) == 1
-    told = capsys.readouterr()
-    rows = [line.split() for line in told.out.splitlines()[1:]]
+    shown = capsys.readouterr()
+    rows = [line.split() for line in shown.out.splitlines()[1:]]
     assert [row[0] for row in rows] == [str(file) for file in files]
     right = [row[1] == classes[int(label)] for row, label in zip(rows, fields["label"], strict=True)]
     assert np.mean(right) > 0.9
-    assert all(line.count(path.name) == 1 for line, path in zip(told.err.splitlines(), odd, strict=True))
+    assert all(line.count(path.name) == 1 for line, path in zip(shown.err.splitlines(), odd, strict=True))
     assert main(["predict", str(tones), *map(str, odd)]) == 2
     assert main(["predict", str(tones), "--samples", "3"]) == 0
     assert named(capsys.readouterr().out, "samples")
@@ -147,10 +206,10 @@ def test_boxes_are_told_in_the_files_pixels_and_drawn(
     out = tmp_path / "pictures"
     words = ["predict", str(squares), str(wide), str(tmp_path / "no.png"), "--score", "0.25"]
     assert main([*words, "--out", str(out)]) == 1
-    told = capsys.readouterr()
+    shown = capsys.readouterr()
     # 64 pixels became 32.
-    assert "2 75% (8, 16, 32, 24)" in told.out
-    assert told.err.count("no.png") == 1
+    assert "2 75% (8, 16, 32, 24)" in shown.out
+    assert shown.err.count("no.png") == 1
     orange = np.argwhere((np.asarray(Image.open(out / "000-wide.png")) == (230, 80, 0)).all(-1))
     # 32 pixels are drawn as 256.
     assert np.abs(orange.min(0) - (64, 32)).max() <= 1

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.batches import CPU, read_all, source
+from tests.helpers.refusals import refused
 from trainer.config.data import LoaderConfig, OnCorrupt
 from trainer.data.corrupt import Bad
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
@@ -389,9 +390,25 @@ def test_a_tag_before_flac_is_skipped(tmp_path: Path, tag: int) -> None:
 )
 def test_what_cannot_be_meant_says_how_to_mend_it(tmp_path: Path, sound: Any, how: Any, why: str) -> None:
     write(tmp_path / "a" / "0.wav", sound, **how)
-    with pytest.raises(BadInputError) as refused:
+    with pytest.raises(BadInputError) as raised:
         Read(folder(tmp_path, 0.25))
-    assert why in str(refused.value) and "\n" not in str(refused.value)
+    assert why in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_another_sample_rate_is_found_by_the_headers_before_a_run(tmp_path: Path) -> None:
+    for number in range(4):
+        write(tmp_path / "a" / f"{number}.wav", ramp(9000))
+    data = folder(tmp_path, 0.25)
+    assert data.remarks(everything=False) == ""
+    soundfile.write(tmp_path / "a" / "1.wav", ramp(9000), 22_050)
+    soundfile.write(tmp_path / "a" / "3.flac", ramp(9000), 8000)
+    write(tmp_path / "a" / "0.wav", np.full(9000, np.nan, np.float32), subtype="FLOAT")
+    for everything in (False, True):
+        with refused("audio.sample_rate 22050 Hz 2 5", tmp_path / "a" / "1.wav"):
+            folder(tmp_path, 0.25).remarks(everything)
+    (tmp_path / "a" / "1.wav").write_bytes(b"RIFF")  # corrupt, which quarantine may replace
+    (tmp_path / "a" / "3.flac").unlink()
+    assert folder(tmp_path, 0.25).remarks(everything=True) == ""
 
 
 def test_floats_just_above_full_scale_are_clipped(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.refusals import refused
 from tests.helpers.remote import Web, files_below, wait_until_answered, write_pack
 from tests.helpers.waiting import SECONDS
 from trainer.data.formats.sharded import COLUMNS, INDEX, Shard
@@ -320,9 +321,23 @@ def test_an_index_that_is_wrong_at_the_server_is_told(web: Web, tmp_path: Path) 
     with pytest.raises(BadInputError, match=f"^{web.url}/pack: .*the index is damaged: .*make it again"):
         open_cached(f"{web.url}/pack", tmp_path / "cache", None)
     web.files[f"pack/{INDEX}"] = b"<html>log in</html>"
-    with pytest.raises(BadInputError, match=f"^{web.url}/pack: .*the index is damaged"):
+    with refused(f"{web.url}/pack/{INDEX} HTML"):
         open_cached(f"{web.url}/pack", tmp_path / "cache", None)
     assert list((tmp_path / "cache").glob("*.index")) == []
+
+
+@pytest.mark.usefixtures("pack")
+def test_an_index_without_a_length_that_is_cut_off_is_fetched_again(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "AGAIN", (0.0, 0.0))
+    expected = open_cached(f"{web.url}/pack", tmp_path / "one", None).fingerprint()
+    web.app.faults[INDEX] = iter(["cut", "cut"])
+    assert open_cached(f"{web.url}/pack", tmp_path / "two", None).fingerprint() == expected
+    web.app.faults[INDEX] = itertools.repeat("cut")
+    with refused(f"{web.url}/pack/{INDEX} JSON"):
+        open_cached(f"{web.url}/pack", tmp_path / "two", None)
+    assert web.app.asked[f"/pack/{INDEX}"] == 1 + 3 + 3
 
 
 # What others wrote to the cache, and servers without an end.

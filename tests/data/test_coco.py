@@ -5,7 +5,7 @@ training, with the image's id.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,10 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from tests.helpers.batches import CPU, read_all, source
-from trainer.config.data import LoaderConfig
+from tests.helpers.refusals import refused
+from trainer.config.data import DataConfig, LoaderConfig
+from trainer.config.model import ModelConfig
+from trainer.config.tasks import DetectionConfig
 from trainer.data.builtin.boxes import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
 from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Corrupt
@@ -35,6 +38,7 @@ from trainer.data.formats.coco import CocoPictures
 from trainer.data.loader import RingLoader
 from trainer.data.sources import digits
 from trainer.errors import BadInputError
+from trainer.tasks.detection import Detection
 
 UNIT = st.floats(0, 1, exclude_max=True, width=32)
 
@@ -299,6 +303,23 @@ def test_coco_is_read_as_it_says(tmp_path: Path, year: str) -> None:
     assert CocoPictures(tmp_path, "train", "fail").fingerprint() != train.fingerprint()
 
 
+def test_val_is_numbered_by_the_names_of_train(tmp_path: Path) -> None:
+    written(tmp_path, told())
+    what = told()
+    what["categories"] = [{"id": 1, "name": "dog"}, {"id": 90, "name": "brush"}]
+    what["annotations"] = [what["annotations"][0], {**what["annotations"][2], "category_id": 1}]
+    written(tmp_path, what, "val")
+    config = DetectionConfig(max_boxes=4)
+    task = Detection(DataConfig(name="coco", path=tmp_path), ModelConfig(), config, 0)
+    val = cast(BoxedImages, task.evaluation_data).pictures
+    assert task.classes == tuple(val.classes) == ("car", "dog", "brush")
+    assert [val.read(number).label.tolist() for number in range(2)] == [[2], [1]]
+    what["categories"][0]["name"] = "cat"
+    written(tmp_path, what, "val")
+    with refused("cat", tmp_path):
+        Detection(DataConfig(name="coco", path=tmp_path), ModelConfig(), config, 0)
+
+
 def change(path: str, value: Any) -> Callable[[Any], None]:
     def change_it(what: Any) -> None:
         *way, last = [int(step) if step.isdecimal() else step for step in path.split(".")]
@@ -400,6 +421,11 @@ def test_a_box_that_is_there_twice_is_told_of(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there_or_not_json(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"no annotations/instances_train.json"):
+        CocoPictures(tmp_path, "train", "fail")
+    (written(tmp_path, told()) / "annotations" / "instances_train.json").rename(
+        tmp_path / "annotations" / "instances_Train.json"
+    )
+    with refused("annotations/instances_Train.json"):
         CocoPictures(tmp_path, "train", "fail")
     written(tmp_path, told())
     (tmp_path / "annotations" / "instances_train.json").write_text("{")

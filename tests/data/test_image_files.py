@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.helpers.image_folders import SIDE, as_csv, encoded, opened, picture
 from tests.helpers.privileges import permissions_count
+from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data, unreadable
 from trainer.data.formats.files import Files, in_folder
@@ -20,7 +21,7 @@ from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import in_shards
 from trainer.data.formats.tables import in_table
-from trainer.data.sources import common_classes, load_images
+from trainer.data.sources import check_alike, common_classes, load_images, more_images
 from trainer.errors import BadInputError
 
 
@@ -185,19 +186,20 @@ def labeled(classes: Sequence[str], labels: list[int]) -> Files:
 
 
 @pytest.mark.parametrize(
-    ("train", "val", "message"),
+    ("train", "val", "names"),
     [
-        (("ab", [0, 0]), ("ab", [0, 1]), "class 'b' has no samples in train, and 1 in val"),
-        (("abc", [0, 0]), ("abc", [0, 0]), r"class 'b' \(and 1 more\) has no samples in train, and 0 in val"),
-        (("ab", [0, 1]), ("abc", [0, 1, 2]), "class 'c' is in val only"),
-        (("abcd", [0, 1, 2, 3]), ("ab", [0, 1]), r"class 'c' \(and 1 more\) is in train only"),
-        (("012", [0, 2]), ("0123", [0, 3]), "class '3' has no samples in train, and 1 in val"),
-        (("012", [0, 2]), ("012", [0, 1]), "class '1' has no samples in train, and 1 in val"),
-        ((("a", "a "), [0, 1]), (("a", "a "), [0, 1]), "class 'a' can hardly be told from class 'a '; make"),
+        (("ab", [0, 0]), ("ab", [0, 1]), "'b' train 1 val"),
+        (("abc", [0, 0]), ("abc", [0, 0]), "'b' 1 train 0 val"),
+        (("ab", [0, 1]), ("abc", [0, 1, 2]), "'c' val"),
+        (("ab", [0, 1]), ("abcd", [0, 2, 3]), "'c' 1 val"),
+        (("ab", [0, 1]), (("a", "b "), [0, 1]), "'b' 'b '"),
+        (("012", [0, 2]), ("0123", [0, 3]), "'3' val"),
+        (("012", [0, 2]), ("012", [0, 1]), "'1' train 1 val"),
+        ((("a", "a "), [0, 1]), (("a", "a "), [0, 1]), "'a' 'a '"),
     ],
 )
-def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
+def test_a_class_without_samples_to_learn_from(train: Any, val: Any, names: str) -> None:
+    with refused("data", names):
         common_classes("data", labeled(*train), labeled(*val), gaps=True)
 
 
@@ -214,13 +216,65 @@ def test_class_folders_that_others_number_otherwise_are_noted(tmp_path: Path) ->
 
 def test_a_number_that_is_nobodys_label_is_no_class_of_a_table(tmp_path: Path) -> None:
     parts = labeled("0123", [0, 2, 3]), labeled("012", [0, 2])
-    assert common_classes("data", *parts, gaps=True) == tuple("0123")
+    assert common_classes("data", *parts, gaps=True)[0] == tuple("0123")
     with pytest.raises(BadInputError, match="class '1' has no samples in train, and 0 in val"):
         common_classes("data", *parts, gaps=False)
     for part in ("train", "val"):
-        (tmp_path / f"{part}.csv").write_text("path,label\na.jpg,0\na.jpg,2\n")
+        (tmp_path / f"{part}.csv").write_text(f"path,label\n{part}/a.jpg,0\n{part}/b.jpg,2\n")
     data = load_images(DataConfig(name="table", path=tmp_path), 0)
     assert data.notes == ("1 of 3 classes have no samples; the first is '1'",)
+
+
+def tables(root: Path, train: Sequence[tuple[str, Any]], val: Sequence[tuple[str, Any]]) -> Any:
+    for part, rows in (("train", train), ("val", val)):
+        lines = "".join(f"{path},{label}\n" for path, label in rows)
+        (root / f"{part}.csv").write_text(f"path,label\n{lines}")
+    return load_images(DataConfig(name="table", path=root), 0)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "numbers"),
+    [
+        (["ant", "bee", "cat"], ["cat", "ant"], [2, 0]),
+        (range(0, 1344, 28), [1260], [1260]),
+        ([5, 100_000], [5, 5], [0, 0]),
+        ([100_000, 5], [100_000], [1]),
+    ],
+)
+def test_val_is_numbered_by_the_names_of_train(
+    tmp_path: Path, train: Sequence[Any], val: Sequence[Any], numbers: list[int]
+) -> None:
+    data = tables(
+        tmp_path,
+        [(f"t{at}.jpg", each) for at, each in enumerate(train)],
+        [(f"v{at}.jpg", each) for at, each in enumerate(val)],
+    )
+    assert data.evaluation.labels.tolist() == numbers
+    named_ = [data.classes[number] for number in data.evaluation.labels]
+    assert named_ == [str(each) for each in val]
+    assert named(data.notes, "val")
+
+
+def test_an_evaluation_set_is_numbered_by_the_names_of_train(tmp_path: Path) -> None:
+    data = tables(tmp_path, [("a.jpg", "ant"), ("b.jpg", "bee")], [("c.jpg", "ant"), ("d.jpg", "bee")])
+    (tmp_path / "more.csv").write_text("path,label\ne.jpg,bee\n")
+    config = DataConfig(name="table", path=tmp_path)
+    more, classes = more_images(config, "more", 0)
+    check_alike(more, classes, data.evaluation, data.classes)
+    assert cast(Any, more).labels.tolist() == [1]
+    (tmp_path / "more.csv").write_text("path,label\ne.jpg,cat\n")
+    more, classes = more_images(config, "more", 0)
+    with refused("cat"):
+        check_alike(more, classes, data.evaluation, data.classes)
+
+
+def test_files_with_two_labels_and_files_of_both_parts_are_counted(tmp_path: Path) -> None:
+    train = [("a.jpg", "ant"), ("./b.jpg", "bee"), ("b.jpg", "ant"), ("a.jpg", "ant"), ("b.jpg", "bee")]
+    val = [("c.jpg", "ant"), (f"{tmp_path}/a.jpg", "ant"), ("d.jpg", "bee"), ("b.jpg", "bee")]
+    labels, both = tables(tmp_path, train, val).notes
+    assert named(labels, "1 train b.jpg")
+    assert named(both, "2 4 val", tmp_path / "a.jpg")
+    assert not tables(tmp_path, train[:2], [("c.jpg", "ant"), ("d.jpg", "bee")]).notes
 
 
 def test_labels_are_names_or_numbers(tmp_path: Path) -> None:

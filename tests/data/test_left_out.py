@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.image_folders import encoded, picture
+from tests.helpers.refusals import named
 from trainer.cli import main
 from trainer.config.data import DataConfig
 from trainer.data.formats.coco import CocoPictures
@@ -104,6 +105,27 @@ def test_a_class_of_other_files_says_which(tmp_path: Path) -> None:
         load_images(DataConfig(name="folder", path=tmp_path), 0)
 
 
+def test_samples_of_shards_with_two_labels_and_those_of_both_parts_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def member(name: str, label: str, data: bytes) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
+        return (f"{name}.jpg", JPEG + data), (f"{name}.cls", label.encode())
+
+    contents = {
+        "train": [*member("1", "0", b"a"), *member("2", "1", b"a"), *member("3", "1", b"b")],
+        "val": [*member("4", "0", b"c"), *member("5", "1", b"b")],
+    }
+    for part, members in contents.items():
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "0.tar").write_bytes(archive(*members))
+        index_shards(tmp_path / part)
+    labels, both = load_images(DataConfig(name="shards", path=tmp_path), 0).notes
+    assert named(labels, "1 train 1.jpg")
+    assert named(both, "1 2 val 5.jpg")
+    assert main(["data", "stats", str(tmp_path)]) == 0
+    assert {labels, both} <= set(capsys.readouterr().out.splitlines())
+
+
 def test_one_class_and_one_that_is_not_measured(tmp_path: Path) -> None:
     for part in ("train", "val"):
         class_folder(tmp_path / part, ["0.jpg"])
@@ -111,9 +133,6 @@ def test_one_class_and_one_that_is_not_measured(tmp_path: Path) -> None:
     assert "one class only ('a')" in note
     (tmp_path / "train" / "b").mkdir()
     (tmp_path / "train" / "b" / "0.jpg").write_bytes(JPEG)
-    with pytest.raises(BadInputError, match=r"class 'b' is in train only.*an empty folder will do"):
-        load_images(DataConfig(name="folder", path=tmp_path), 0)
-    (tmp_path / "val" / "b").mkdir()
     (note,) = load_images(DataConfig(name="folder", path=tmp_path), 0).notes
     assert "class 'b' has no samples in val" in note
 

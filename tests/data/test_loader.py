@@ -1,8 +1,10 @@
 """Promise: workers, prefetch, start method and residence change nothing in a batch; /dev/shm isn't needed."""
 
+import errno
 import importlib.util
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -19,6 +21,7 @@ from PIL import Image
 from tests.helpers import preloaded
 from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
 from tests.helpers.few_pictures import make_folder
+from tests.helpers.refusals import named, refused
 from tests.helpers.toys import make_recipe
 from tests.helpers.waiting import until
 from trainer.config.data import DataConfig, LoaderConfig
@@ -383,6 +386,28 @@ def _worker(parent: int, pipe: Any) -> None:
     signal.pause()
 
 
+def _rank_with_a_loader(pipe: Any) -> None:
+    loader = RingLoader(source(Numbers(20)), CPU, 1, LoaderConfig(start_method="forkserver"))
+    batches = loader(source(Numbers(20)).share.batches())
+    next(batches)
+    found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"forkserver" in _read(path)]
+    ours = {int(each.parent.name): _parent(each.parent) for each in found}
+    server = next(pid for pid, parent in ours.items() if parent == os.getpid())
+    pipe.send([server, *(pid for pid, parent in ours.items() if parent == server)])
+    signal.pause()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent(process: Path) -> int:
+    return int(_read(process / "stat").rpartition(b")")[2].split()[1])
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there and no zombie, which some containers' first process leaves lying."""
     try:
@@ -407,3 +432,52 @@ def test_a_worker_ends_with_its_rank() -> None:
     late.start()
     late.join(300)
     assert late.exitcode == 1
+
+
+@pytest.mark.xdist_group("forkserver")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_of_a_forkserver_ends_with_its_rank() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    # Spawned: a fork would ask the forkserver of this process.
+    rank = multiprocessing.get_context("spawn").Process(target=_rank_with_a_loader, args=(theirs,))
+    rank.start()
+    theirs.close()
+    server, *workers = ours.recv()
+    assert workers
+    rank.kill()
+    until(lambda: not any(map(runs, (server, *workers))))
+
+
+@pytest.mark.parametrize(
+    ("number", "names"),
+    [
+        (errno.ENOSPC, "/dev/shm data.workers=0"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EAGAIN, "ulimit -u"),
+        (errno.ENFILE, "fs.file-max"),
+    ],
+)
+def test_workers_that_cannot_be_started_name_the_resource(
+    number: int, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("multiprocessing.context.BaseContext.Queue", fail)
+    with refused("data.workers=2", names):
+        RingLoader(source(Numbers(20)), CPU, 2, FORK)
+
+
+def test_a_limit_of_open_files_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    pid = os.fork()
+    if not pid:
+        try:
+            most = len([*Path("/proc/self/fd").iterdir()]) + 4
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            RingLoader(source(Numbers(20)), CPU, 2, FORK)
+        except BadInputError as error:
+            os._exit(0 if named(str(error), "data.workers=2", most) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert capfd.readouterr().err == ""

@@ -202,12 +202,9 @@ def test_categories_that_differ_between_the_parts(tmp_path: Path) -> None:
 
     what = told()
     written(tmp_path, what, "train")
-    number = what["categories"][0]["id"]
     change("categories.0.name", "bush")(what)
     written(tmp_path, what, "val")
-    with pytest.raises(
-        BadInputError, match=rf"category {number} isn't the same in train \('.*'\) and val \('bush'\)"
-    ):
+    with pytest.raises(BadInputError, match=r"category 'bush' is in val only"):
         _pictures(DataConfig(name="coco", path=tmp_path), 0)
 
 

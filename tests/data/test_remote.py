@@ -1,14 +1,19 @@
 """Promise: a server that is slow, fails or lies costs time or gives one line, and no secret is shown."""
 
 import asyncio
+import datetime
 import itertools
+import json
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from email.utils import format_datetime
 
 import pytest
 
-from tests.helpers.remote import S3, Web
+from tests.helpers.refusals import refused
+from tests.helpers.remote import S3, Web, wait_until_answered
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
@@ -140,9 +145,9 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("waits")
 def test_where_a_server_leads_to_is_not_shown() -> None:
     web = Web({"a": b"", "gone": b""})
-    web.app.faults |= {"a": itertools.repeat("lead away"), "gone": iter(["403", *["503"] * 6])}
+    web.app.faults |= {"a": itertools.repeat("lead away s=secret"), "gone": iter(["403", *["503"] * 6])}
     try:
-        for message in ("HTTP 403", "HTTP 503, after 6 tries"):
+        for message in ("HTTP 403 .*127.0.0.1", "HTTP 503 .*, after 6 tries"):
             with pytest.raises(BadInputError, match=message) as caught:
                 fetch(f"{web.url}/a", DownloadSink(-1))
             assert "secret" not in str(caught.value)
@@ -150,6 +155,151 @@ def test_where_a_server_leads_to_is_not_shown() -> None:
             assert caught.value.__suppress_context__
     finally:
         web.close()
+
+
+SIGNED = "X-Amz-Credential=AKIA%2F2026&n=%27%27&Signature=ab%2Bcd%2Fef%3D+%20~"
+
+
+def test_a_signed_address_comes_as_it_was_signed() -> None:
+    web = Web({f"at/{NAME}": DATA, "gone": DATA})
+    try:
+        assert got(web) == DATA
+        web.app.faults[NAME] = iter([f"lead away {SIGNED}"])
+        assert got(web) == DATA
+        address = "/at/some%20%23%C3%A4%2520.bin"
+        assert web.app.wire == [address, address, f"/gone?{SIGNED}"]
+    finally:
+        web.close()
+
+
+def test_a_server_that_says_how_long_to_wait_is_waited_for(
+    server: Server, waits: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.app.faults[NAME] = iter(["429 25", "503 60", "429 7"])
+    assert got(server, size=20_000 if isinstance(server, S3) else len(DATA))[:20_000] == DATA[:20_000]
+    assert waits == [25, 60, 7]
+    said = capsys.readouterr().err.splitlines()
+    assert [each.count(" 25 ") + each.count(" 60 ") for each in said] == [1, 1]
+    at = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=100)
+    server.app.faults[NAME] = iter([f"503 {format_datetime(at, usegmt=True)}", "503 no date", "503 -5"])
+    assert got(server, size=None) == DATA
+    assert waits[3] == pytest.approx(100, abs=60)
+    assert waits[4:] == [0.5, 1]
+
+
+def test_it_is_not_waited_for_longer_than_minutes(server: Server, waits: list[float]) -> None:
+    server.app.faults[NAME] = itertools.repeat("429 120")
+    with refused("HTTP 429 120", join(f"{server.url}/at", NAME)):
+        got(server, size=20_000)
+    assert waits == [120, 120]
+    server.app.faults[NAME] = itertools.repeat("503 86400")
+    with refused("HTTP 503 86,400"):
+        got(server, size=20_000)
+    assert waits == [120, 120]
+
+
+@pytest.mark.parametrize("size", [7, 100_000, None])
+def test_a_page_to_log_in_on_is_called_so(size: int | None, waits: list[float]) -> None:
+    web = Web({f"at/{NAME}": b"<!DOCTYPE html><title>Log in</title>" + b" " * 5000})
+    try:
+        with refused("HTML ~/.netrc", join(f"{web.url}/at", NAME)):
+            got(web, size=size)
+        assert (waits, web.app.asked.total()) == ([], 1)
+    finally:
+        web.close()
+
+
+ROLE = "latest/meta-data/iam/security-credentials/role"
+
+
+@pytest.fixture
+def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """An instance's role, whose credentials last for an hour, in place of the environment's."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    web = Web({"latest/api/token": b"token", ROLE.removesuffix("role"): b"role"})
+    lasting(web, 60)
+    for name, value in {
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": web.url,
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(access, "given", [])
+    yield web
+    web.close()
+
+
+def lasting(role: Web, minutes: int) -> None:
+    end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=minutes)
+    role.files[ROLE] = json.dumps(
+        {
+            "Code": "Success",
+            "AccessKeyId": "A",
+            "SecretAccessKey": "S",
+            "Token": "T",
+            "Expiration": end.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+    ).encode()
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[S3]:
+    server = S3({f"at/{NAME}": DATA})
+    yield server
+    server.close()
+
+
+def asked_for_role(role: Web) -> int:
+    return role.app.asked[f"/{ROLE}"]
+
+
+def test_a_role_is_asked_for_once_a_process_and_not_again_in_its_forks(bucket: S3, role: Web) -> None:
+    assert [got(bucket) for _ in range(3)] == [DATA] * 3
+    wait_until_answered()
+    fork = multiprocessing.get_context("fork").Process(target=lambda: os._exit(got(bucket) != DATA))
+    fork.start()
+    fork.join(300)
+    assert fork.exitcode == 0
+    assert asked_for_role(role) == 1
+
+
+def test_a_role_that_is_refused_once_is_asked_for_again(bucket: S3, role: Web, waits: list[float]) -> None:
+    role.app.faults["role"] = iter(["429"])
+    assert got(bucket) == DATA
+    assert (waits, asked_for_role(role)) == ([0.5], 2)
+
+
+def test_a_role_is_renewed_before_it_ends_and_kept_until_then(
+    bucket: S3, role: Web, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{role.url}/{ROLE}")
+    lasting(role, 10)
+    asked = [0]
+    for _ in range(2):
+        assert got(bucket) == DATA
+        asked.append(asked_for_role(role))
+    assert asked[0] < asked[1] < asked[2]
+    role.app.faults["role"] = itertools.repeat("503")
+    assert got(bucket) == DATA
+    assert waits == []
+    lasting(role, 60)
+    role.app.faults.clear()
+    before = asked_for_role(role)
+    assert [got(bucket) for _ in range(2)] == [DATA] * 2
+    assert asked_for_role(role) == before + 1
+
+
+def test_a_role_that_has_ended_is_fetched_once_more(bucket: S3, role: Web) -> None:
+    assert got(bucket) == DATA
+    bucket.app.faults[NAME] = iter(["expired"])
+    assert got(bucket) == DATA
+    assert asked_for_role(role) == 2
+    bucket.app.faults[NAME] = itertools.repeat("expired")
+    with refused("ExpiredToken AWS_PROFILE"):
+        got(bucket)
+    bucket.app.faults.clear()
 
 
 def test_no_thread_is_left_behind_which_a_fork_would_cut_short(server: Server) -> None:

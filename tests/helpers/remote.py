@@ -27,13 +27,15 @@ class Faulty:
 
     Attributes:
         asked: How often each path was asked for.
+        wire: The addresses as they came, with their quotes.
         faults: For the last part of a path, what happens to one request after another; then all is well.
+            "503 9" is that status with `Retry-After: 9`, "lead away X" a redirect to `gone?X`.
         going: What "hang" and "half" wait for.
     """
 
     def __init__(self, app: App) -> None:
         self._app, self._lock = app, threading.Lock()
-        self.asked = Counter[str]()
+        self.asked, self.wire = Counter[str](), list[str]()
         self.faults: dict[str, Iterator[str]] = {}
         self.going = threading.Event()
 
@@ -42,17 +44,25 @@ class Faulty:
         path = environ["PATH_INFO"].encode("latin-1").decode()
         with self._lock:
             self.asked[path] += 1
+            self.wire.append(environ["REQUEST_URI"])
             fault = next(self.faults.get(path.rpartition("/")[2], iter(())), "")
-        if fault.isdigit():
-            start(f"{fault} told so", [("Content-Type", "text/plain")])
+        status, _, after = fault.partition(" ")
+        if status.isdigit():
+            more = [("Retry-After", after)] if after else []
+            start(f"{status} told so", [("Content-Type", "text/plain"), *more])
             return [b"no"]
-        if fault == "lead away":
-            start("302 Found", [("Location", f"{environ['SCRIPT_NAME']}/gone?X-Amz-Signature=secret")])
+        if fault == "expired":
+            start("400 Bad Request", [("Content-Type", "text/xml")])
+            return [b"<Error><Code>ExpiredToken</Code></Error>"]
+        if fault.startswith("lead away"):
+            start("302 Found", [("Location", f"{environ['SCRIPT_NAME']}/gone?{after.partition(' ')[2]}")])
             return []
         if fault == "hang":
             self.going.wait(300)
         given: list[Any] = []
         body = b"".join(self._app(environ, lambda status, headers, *_: given.extend((status, headers))))
+        if fault == "cut":  # without a length, as by HTTP/1.0, the end of the connection is the end
+            given[1], body = [], body[: len(body) // 2]
         start(*given)
         if fault == "truncate":
             body = body[: len(body) // 2]  # the length that is announced stays

@@ -4,7 +4,8 @@ import contextlib
 import io
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from trainer.data.formats.boxes import AREA, BOXES, COUNT, CROWD, LABEL, PIXEL, BoxedImages
 from trainer.data.formats.coco import CocoPictures
 from trainer.tasks.average_precision import coco_figures
+from trainer.tasks.coco_results import results_of_rows
 
 SIZES = [(640, 480), (480, 640), (1000, 80), (90, 700), (160, 160), (33, 31)]
 
@@ -60,6 +62,8 @@ def test_the_twelve_are_those_of_pycocotools_on_the_files(tmp_path: Path, size: 
         oracle.summarize()
     wanted = [None if value < 0 else pytest.approx(value, abs=1e-6) for value in oracle.stats]
     assert list(coco_figures(rows, 2).values()) == wanted
+    told = results_of_rows(cast(Any, SimpleNamespace(evaluation_data=data)), rows)
+    assert [{**each, "bbox": pytest.approx(each["bbox"])} for each in told] == answers(SIZES, size)
     assert oracle.stats[3] > 0 and oracle.stats[5] > 0  # there are small and large ones
 
 

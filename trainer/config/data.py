@@ -118,6 +118,17 @@ class DataConfig(LoaderConfig):
         "prompt, text is there (conversations)",
     )
     label_column: str = Field("label", description="column of the classes (hf)")
+    label_separator: str | None = Field(
+        None,
+        min_length=1,
+        max_length=8,
+        description="text between the classes of an image that has several, as in cat|dog (table)",
+    )
+    label_columns: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="columns of 0 and 1, one for each class, of images that have several (table)",
+    )
     eval_split: str | None = Field(
         None,
         description="evaluation split; default: the first of validation, val, valid and test that exists "
@@ -250,6 +261,16 @@ class DataConfig(LoaderConfig):
                 raise ValueError(f"data.{key} is for data.name={' and '.join(read)}; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _several_classes_are_of_tables(self) -> "DataConfig":
+        given = [key for key in ("label_separator", "label_columns") if getattr(self, key) is not None]
+        if given and self.name != "table":
+            raise ValueError(f"data.{given[0]} is for data.name=table; leave it out")
+        if len(given) > 1 or (given and self.class_weights is not None):
+            other = given[1] if len(given) > 1 else "class_weights"
+            raise ValueError(f"data.{given[0]} and data.{other} don't go together; leave one of them out")
+        return self
+
     @field_validator("micro_batch_size", mode="before")
     @classmethod
     def _auto_is_chosen_before(cls, value: Any) -> Any:
@@ -290,7 +311,10 @@ class DataConfig(LoaderConfig):
 
 
 # Keys of one location, which a set with another kind of data or another path doesn't inherit.
-_OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "eval_split")
+_OF_PLACE = (
+    *("path", "cache", "cache_limit", "input_column", "label_column", "label_separator", "label_columns"),
+    "eval_split",
+)
 
 
 class EvaluationSetConfig(Section):

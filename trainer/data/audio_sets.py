@@ -66,12 +66,12 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
         train, evaluation = split_by_lists(root, part)
     else:
         train, evaluation = (in_folder(root / split, SUFFIXES) for split in ("train", "val"))
-    classes = common_classes(root, train, evaluation)
+    classes, measured = common_classes(root, train, evaluation)
     return AudioData(
         AudioFolder(train, seconds, sample_rate, True, config.on_corrupt),
-        AudioFolder(evaluation, seconds, sample_rate, False, config.on_corrupt),
+        AudioFolder(measured, seconds, sample_rate, False, config.on_corrupt),
         classes,
-        class_notes(classes, train, evaluation),
+        class_notes(classes, train, measured),
     )
 
 

@@ -33,6 +33,7 @@ from trainer.data.workers import (
     end_by_kill,
     prefetch_of,
     start_method,
+    starting,
     unsendable,
     without_workers,
     workers_of,
@@ -258,7 +259,8 @@ class RingLoader:
         """Allocates the ring and starts the loader workers, which run until `close`.
 
         Raises:
-            BadInputError: If the data set can't be pickled for workers that aren't forked.
+            BadInputError: If the data set can't be pickled for workers that aren't forked, or the system
+                starts no more of them.
         """
         plan = source.share.plan
         method = start_method(config.start_method)
@@ -284,6 +286,7 @@ class RingLoader:
         self._pinned = False
         self._workers, self._work = workers, Work()
         if workers:
+            context = multiprocessing.get_context(method)
             self._loader = DataLoader(
                 self._filler,
                 batch_size=None,
@@ -291,13 +294,14 @@ class RingLoader:
                 num_workers=workers,
                 prefetch_factor=prefetch,
                 persistent_workers=True,
-                multiprocessing_context=multiprocessing.get_context(method),
+                multiprocessing_context=context,
                 worker_init_fn=partial(begin_worker, None if method == "forkserver" else os.getpid()),
             )
             # Iterating over no batches starts the workers: before there are threads, which a fork doesn't
             # copy, and before the ring is registered with CUDA.
             try:
-                list(self._loader)
+                with starting(workers, context):
+                    list(self._loader)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 raise BadInputError(unsendable(source.dataset, method, error)) from error
             end_by_kill(self._loader._iterator._workers)  # type: ignore[union-attr]

@@ -81,6 +81,10 @@ class Columns:
             arrays |= name_columns([name_at(self, sample) for sample in samples.tolist()])
         return arrays
 
+    def replaced(self, name: str, array: npt.NDArray[Any]) -> "Columns":
+        """Returns a copy with another array of this name."""
+        return Columns.hold({**{each: old.copy() for each, old in self._arrays.items()}, name: array})
+
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """Returns a read-only array."""
         return self._arrays[name]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,12 @@ from trainer.data.left_out import left_out_line
 from trainer.data.remote.access import join
 from trainer.data.remote.cache import CachedShards, fitting_shards_per_block, open_cached
 from trainer.errors import BadInputError
-from trainer.rng import Purpose, key, keys
+from trainer.rng import Ints, Purpose, key, keys
 
 IMAGE = "image"
+_MOST_COMPARED = 10_000_000  # samples whose files or contents are compared with each other
+
+R = TypeVar("R", bound=Records)
 
 
 class ImageData(NamedTuple):
@@ -65,7 +68,7 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     train, evaluation = (open_records(config, path, split) for split in ("train", "val"))
     if isinstance(train, CachedShards) and isinstance(evaluation, CachedShards):
         train.shards_per_block = fitting_shards_per_block(_bytes(config.cache_limit), (train, evaluation))
-    classes = common_classes(path, train, evaluation, FORMATS[config.name].gaps)
+    classes, evaluation = common_classes(path, train, evaluation, FORMATS[config.name].gaps)
     # The usual statistics of ImageNet.
     return ImageData(
         _cut(train, config, training=True),
@@ -76,7 +79,9 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         std=(0.229, 0.224, 0.225),
         notes=(
             *class_notes(classes, train, evaluation),
+            *twin_notes(train, evaluation),
             *_empty_classes(classes, train),
+            *_joined_classes(config, classes),
             *_another_order(config, classes),
         ),
     )
@@ -111,26 +116,27 @@ def _cut(records: Records, config: DataConfig, training: bool) -> ImageDataset:
 
 
 def check_alike(dataset: Dataset, classes: Sequence[str], main: Dataset, known: Sequence[str]) -> None:
-    """Checks that a model of the main data can be evaluated on another set.
+    """Checks that a model of the main data can be evaluated on another set, and numbers its classes alike.
 
     Args:
         dataset: The other set.
-        classes: Its classes; the last ones may be missing.
+        classes: Its classes, which are among the model's.
         main: The main evaluation set.
         known: The model's classes.
 
     Raises:
-        BadInputError: If classes or fields differ.
+        BadInputError: If it has other classes or fields.
     """
-    if tuple(classes) != tuple(known[: len(classes)]):
-        odd = next((name for name in classes if name not in known), None)
-        lost = next((name for name in known if name not in classes), None)
-        what = "they stand in another order"
-        if odd is not None:
-            what = f"'{odd}' is none of the model's"
-        elif lost is not None:
-            what = f"'{lost}' is missing"
-        raise BadInputError(f"has other classes than the model ({len(classes):,} and {len(known):,}): {what}")
+    if odd := [name for name in classes if name not in set(known)]:
+        raise BadInputError(
+            f"has other classes than the model ({len(classes):,} and {len(known):,}): '{odd[0]}' is none of "
+            "the model's"
+        )
+    several = getattr(getattr(dataset, "records", None), "sets", None) is not None
+    if several or tuple(classes) != tuple(known[: len(classes)]):
+        if (number_by := getattr(dataset, "number_by", None)) is None:
+            raise BadInputError("has its classes in another order than the model, and can't be renumbered")
+        number_by(known)
     for name, (shape, dtype) in main.fields.items():
         here = dataset.fields.get(name)
         if here != (shape, dtype):
@@ -213,58 +219,83 @@ def _at_home(key: str, path: Path | str) -> Path | str:
 
 
 def common_classes(
-    path: Path | str, train: Records, evaluation: Records, gaps: bool = False
-) -> tuple[str, ...]:
-    """Returns the classes of both splits; if classes are numbers, one split may lack the last ones.
+    path: Path | str, train: Records, evaluation: R, gaps: bool = False
+) -> tuple[tuple[str, ...], R]:
+    """Returns the classes, which are those of the training split, and the evaluation split numbered by them.
 
     Args:
         path: data.path, for messages.
         train: Training split.
-        evaluation: Evaluation split.
+        evaluation: Evaluation split, which may lack classes.
         gaps: True if a class number may have no samples at all, as in a table.
 
     Raises:
-        BadInputError: If the classes differ, or one has no training samples.
+        BadInputError: If a class has no training samples, or can hardly be told from another.
     """
-    longer, shorter = sorted((tuple(train.classes), tuple(evaluation.classes)), key=len, reverse=True)
-    for names in (longer, shorter):
+    classes = tuple(train.classes)
+    unlearned = strangers(evaluation, classes, gaps)
+    for names in (classes, evaluation.classes, (*classes, *unlearned)):
         if pair := alike(names):
             raise BadInputError(
-                f"{path}: class {quoted(pair[0])} can hardly be told from class {quoted(pair[1])}; make them "
-                "one"
+                f"{path}: class {quoted(pair[0])} can hardly be told from class {quoted(pair[1])}"
+                f"{'' if {*pair} <= {*names[: len(classes)]} else ' of the other part'}; make them one"
             )
-    numbers = longer[0] == "0"
-    if longer != shorter and not (numbers and longer[: len(shorter)] == shorter):
-        alone = [
-            (name, part)
-            for part, mine, other in (("train", train, evaluation), ("val", evaluation, train))
-            for name in sorted(set(mine.classes) - set(other.classes))
-        ]
-        if not alone:
-            raise BadInputError(
-                f"{path}: train and val have the same classes in another order; make them again"
-            )
-        name, part = alone[0]
-        more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
-        if pair := alike(each for each, _ in alone):
-            raise BadInputError(
-                f"{path}: class {quoted(pair[0])} is in one part and {quoted(pair[1])} in the other; they "
-                "look alike, so name both the same"
-            )
-        enough = " (an empty folder will do)" if part == "train" and not gaps else ""
+    if unlearned:
+        more = f" (and {len(unlearned) - 1:,} more)" if len(unlearned) > 1 else ""
         raise BadInputError(
-            f"{path}: class '{name}'{more} is in {part} only; add it to the other part{enough}, or remove it"
+            f"{path}: class '{unlearned[0]}'{more} is in val only; add samples of it to train, or remove it"
         )
-    learned, measured = (np.bincount(part.labels, minlength=len(longer)) for part in (train, evaluation))
-    empty = np.flatnonzero((learned == 0) & ((measured > 0) | (not (numbers and gaps))))
+    evaluation = evaluation.numbered_by(classes)
+    learned, measured = (_counts(part, classes) for part in (train, evaluation))
+    empty = np.flatnonzero((learned == 0) & ((measured > 0) | (not (classes[0] == "0" and gaps))))
     if empty.size:
         more = f" (and {empty.size - 1:,} more)" if empty.size > 1 else ""
         raise BadInputError(
-            f"{path}: class '{longer[empty[0]]}'{more} has no samples in train, and "
+            f"{path}: class '{classes[empty[0]]}'{more} has no samples in train, and "
             f"{measured[empty].sum():,} in val; add some to learn from, or remove it"
             f"{'; ' if train.left_out else ''}{left_out_line(train.left_out)}"
         )
-    return longer
+    return classes, evaluation
+
+
+def _counts(part: Records, classes: Sequence[str]) -> Ints:
+    counts = part.counts()
+    return np.pad(counts, (0, len(classes) - len(counts)))
+
+
+def strangers(records: Records, known: Sequence[str], gaps: bool = False) -> list[str]:
+    """Returns the classes that aren't known; with `gaps` not numbers without samples."""
+    used, among = records.counts() > 0, set(known)
+    return [
+        name
+        for name, has in zip(records.classes, used.tolist(), strict=True)
+        if name not in among and (has or not (gaps and name.isdigit()))
+    ]
+
+
+def twin_notes(train: Records, evaluation: Records) -> tuple[str, ...]:
+    """Returns notes on files or contents with several labels, and on those in both parts."""
+    if len(train) + len(evaluation) > _MOST_COMPARED:
+        return ()
+    notes, contents = list[str](), [part.contents() for part in (train, evaluation)]
+    for name, part, content in zip(("train", "val"), (train, evaluation), contents, strict=True):
+        if content is None:
+            continue
+        order = np.lexsort((part.labels, content))
+        same, other = (np.diff(column[order]) for column in (content, part.labels))
+        if (twice := content[order[1:]][(same == 0) & (other != 0)]).size:
+            first = part.name(int(np.flatnonzero(np.isin(content, twice))[0]))
+            notes.append(
+                f"{len(np.unique(twice)):,} samples of {name} have several labels, the first: {first}"
+            )
+    if contents[0] is not None and contents[1] is not None:
+        both = np.flatnonzero(np.isin(contents[1], contents[0]))
+        if both.size:
+            notes.append(
+                f"{len(both):,} of {len(evaluation):,} samples of val are in train, too, the first: "
+                f"{evaluation.name(int(both[0]))}"
+            )
+    return tuple(notes)
 
 
 def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> tuple[str, ...]:
@@ -275,7 +306,8 @@ def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> 
             f"there is one class only ('{classes[0]}'), so that loss and accuracy say nothing; is data.path "
             "one folder too high or too low?"
         )
-    empty = np.setdiff1d(train.labels, evaluation.labels)
+    learned, measured = (_counts(part, classes) for part in (train, evaluation))
+    empty = np.flatnonzero((learned > 0) & (measured == 0))
     if empty.size:
         more = f" (and {empty.size - 1:,} more)" if empty.size > 1 else ""
         notes.append(f"class '{classes[empty[0]]}'{more} has no samples in val, and isn't measured")
@@ -294,9 +326,20 @@ def _another_order(config: DataConfig, classes: tuple[str, ...]) -> tuple[str, .
     return ()
 
 
+def _joined_classes(config: DataConfig, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a note on classes of a table that look like several."""
+    joined = [name for name in classes if "|" in name.strip("|")]
+    if config.name != "table" or not joined or config.label_separator is not None:
+        return ()
+    return (
+        f"{len(joined):,} of {len(classes):,} classes hold '|', as '{joined[0]}'; if an image has several "
+        "classes there, set data.label_separator='|'",
+    )
+
+
 def _empty_classes(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:
     """Returns a note on classes without samples, each of which still costs an output of the model."""
-    empty = np.setdiff1d(np.arange(len(classes)), train.labels)
+    empty = np.flatnonzero(_counts(train, classes) == 0)
     if not empty.size:
         return ()
     return (

@@ -1,17 +1,22 @@
 """Loader workers: their number and prefetch, how they are started, and how their time is spent."""
 
 import ast
+import contextlib
 import ctypes
+import errno
 import gc
 import io
 import math
+import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +25,7 @@ from trainer.config.data import LoaderConfig
 from trainer.config.user_file import is_importable, shadowing
 from trainer.data.dataset import Dataset
 from trainer.errors import BadInputError
-from trainer.host.limits import Limits, workers_per_rank
+from trainer.host.limits import Limits, read_limits, workers_per_rank
 from trainer.host.processes import queued_ns
 from trainer.observe.text import megabytes
 
@@ -269,8 +274,14 @@ class CurrentBatches:
 
 
 def begin_worker(parent: int | None, _worker: int) -> None:
-    """Prepares a loader worker; it ends together with the process `parent`, if that is its parent."""
-    if sys.platform == "linux" and parent is not None:
+    """Prepares a loader worker; it ends together with the process that trains.
+
+    Args:
+        parent: That process, if it is the parent; None if a forkserver is.
+    """
+    if parent is None:
+        threading.Thread(target=_end_with_trainer, daemon=True).start()
+    elif sys.platform == "linux":
         # torch's workers check for their parent every five seconds, and not at all if it ended before.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -281,6 +292,47 @@ def begin_worker(parent: int | None, _worker: int) -> None:
     # needs its workers until it has reached the step at which all ranks save a checkpoint.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_with_trainer() -> None:
+    # A forkserver lives as long as its children do. The pipe ends with the process that asked for the worker.
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def starting(workers: int, context: BaseContext) -> Iterator[None]:
+    """Context manager in which loader workers start; an error of the system names what is lacking.
+
+    Raises:
+        BadInputError: If there is no room in /dev/shm, or a limit of open files or processes is reached.
+    """
+    try:
+        # torch makes these first, and fails at them with a traceback of its own.
+        tried = [context.Queue() for _ in range(workers + 1)]
+        del tried
+        yield
+    except OSError as error:
+        match error.errno:
+            case errno.ENOSPC:
+                free = read_limits().shm_bytes >> 10
+                lack = f"/dev/shm is full ({free:,} kB are free): free it"
+            case errno.EMFILE:
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                lack = f"the limit of open files is reached (ulimit -n: {most:,}): raise it"
+            case errno.ENFILE:
+                lack = "this machine's limit of open files is reached (fs.file-max): raise it"
+            case errno.EAGAIN:
+                lack = "a limit of processes is reached (ulimit -u, or the container's pids): raise it"
+            case errno.ENOMEM:
+                lack = "the memory doesn't suffice: free some"
+            case _:
+                raise
+        raise BadInputError(
+            f"data.workers={workers}: loader workers can't be started, {lack}, or set data.workers=0"
+        ) from error
 
 
 def end_by_kill(workers: Iterable[BaseProcess]) -> None:

@@ -168,18 +168,28 @@ class FromPixels(nn.Module):
     scale: torch.Tensor
     shift: torch.Tensor
 
-    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Takes mean and standard deviation of each channel on the scale 0 to 1."""
+    def __init__(
+        self, model: nn.Module, mean: Sequence[float], std: Sequence[float], several: bool = False
+    ) -> None:
+        """Takes mean and standard deviation of each channel on the scale 0 to 1.
+
+        Args:
+            model: The classifier.
+            mean: Mean of each channel.
+            std: Standard deviation of each channel.
+            several: True if an image may have several classes: a sigmoid, not softmax.
+        """
         super().__init__()
-        self.model = model
+        self.model, self.several = model, several
         deviation = torch.tensor(std).view(-1, 1, 1)
         self.register_buffer("scale", 1 / (255 * deviation))
         self.register_buffer("shift", -torch.tensor(mean).view(-1, 1, 1) / deviation)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Normalizes, classifies, softmax."""
+        """Normalizes, classifies, softmax or sigmoid."""
         planes = image.permute(0, 3, 1, 2).float() * self.scale + self.shift
-        return torch.softmax(self.model(planes).float(), 1)
+        logits = self.model(planes).float()
+        return torch.sigmoid(logits) if self.several else torch.softmax(logits, 1)
 
 
 ModelOutputs = Sequence[torch.Tensor]

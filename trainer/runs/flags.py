@@ -27,6 +27,13 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_coco(parser: argparse.ArgumentParser) -> None:
+    """Adds `--coco FILE`."""
+    parser.add_argument(
+        "--coco", type=Path, metavar="FILE", help="write a detector's boxes as COCO's results file (JSON)"
+    )
+
+
 def _as_setting(task: str) -> str:
     if not is_task_file(task):
         raise argparse.ArgumentTypeError(f"{task!r}: give FILE.py, or FILE.py:CLASS")

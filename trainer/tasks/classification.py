@@ -14,6 +14,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.formats.records import LABEL
 from trainer.data.loader import Batch
 from trainer.data.sources import IMAGE, check_alike, load_images, more_images
+from trainer.errors import BadInputError
 from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
 from trainer.tasks.augment import Normalization, affine, by_policy, crop, flip, jitter, make_policy
@@ -37,6 +38,12 @@ class Classification:
         self.train_data = self.images.train
         self.evaluation_data = self.images.evaluation
         self.notes = self.images.notes
+        # One label, or 0 or 1 for each class.
+        self.several = bool(self.train_data.fields[LABEL].shape)
+        if self.several and regularization.label_smoothing:
+            raise BadInputError(
+                "regularization.label_smoothing is for images of one class each; leave it out"
+            )
         self.uniforms = _UNIFORMS[data.augment] + (3 if data.jitter else 0)
         self._data, self._seed = data, seed
         self._policy = make_policy(data.policy, data.policy_magnitude)
@@ -56,6 +63,7 @@ class Classification:
         images = self.images
         return {
             "classes": images.classes,
+            **({"several": True} if self.several else {}),
             "shape": (channels, height, width),
             "mean": images.mean,
             "std": images.std,

@@ -24,6 +24,7 @@ from trainer.data.formats.boxes import (
     BoxedImages,
     Pictures,
 )
+from trainer.data.formats.labels import quoted
 from trainer.data.formats.records import reading_of
 from trainer.data.loader import Batch
 from trainer.data.sources import check_alike, check_folder
@@ -216,13 +217,9 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
     train, evaluation = (
         CocoPictures(root, split, data.on_corrupt, reading_of(data)) for split in ("train", "val")
     )
-    if train.categories != evaluation.categories:
-        odd = min(set(train.categories.items()) ^ set(evaluation.categories.items()))[0]
-        names = [
-            repr(one.categories[odd]) if odd in one.categories else "none" for one in (train, evaluation)
-        ]
+    if odd := [name for name in evaluation.classes if name not in train.classes]:
         raise BadInputError(
-            f"{root}: category {odd} isn't the same in train ({names[0]}) and val ({names[1]}): make the "
-            "lists equal"
+            f"{root}: category {quoted(odd[0])} is in val only; add it to train with boxes to learn from, or "
+            "remove it"
         )
-    return train, evaluation
+    return train, evaluation.numbered_by(train.classes)

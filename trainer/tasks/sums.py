@@ -60,7 +60,15 @@ def cross_entropy(
     smoothing: float = 0.0,
     fraction: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy of logits (n, classes) and labels (n,), each sample times its fraction (n,)."""
+    """Summed cross-entropy of logits (n, classes) and labels (n,), each sample times its fraction (n,).
+
+    Where samples may have several classes, labels (n, classes) of 0 and 1: the mean over the classes of the
+    cross-entropy of each, by a sigmoid.
+    """
+    if label.ndim == 2:
+        of_class = F.binary_cross_entropy_with_logits(logits, label.to(logits.dtype), reduction="none")
+        each = of_class.mean(1)
+        return weighted_sum(each if fraction is None else each * fraction, batch)
     if batch.weight is None and fraction is None:
         return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
     each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
@@ -68,8 +76,14 @@ def cross_entropy(
 
 
 def classified(logits: torch.Tensor, label: torch.Tensor, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Returns the sums of the loss and of `METRICS`, from logits (n, classes) and labels (n,)."""
+    """Returns the sums of the loss and of `METRICS`, from logits (n, classes) and labels (n,).
+
+    Where samples may have several classes, labels (n, classes), a sample is right where all of them are.
+    """
     sums = {"loss": cross_entropy(logits, label, batch)}
+    if label.ndim == 2:
+        right = ((logits > 0) == label.bool()).all(1) & ~logits.isnan().any(dim=1)
+        return {**sums, "accuracy": (right if batch.weight is None else right & (batch.weight > 0)).sum()}
     for name, metric in METRICS.items():
         if logits.shape[1] >= metric.classes:
             each = metric.of(logits, label)

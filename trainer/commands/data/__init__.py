@@ -267,9 +267,9 @@ def _show(options: argparse.Namespace) -> int:
 def _stats(options: argparse.Namespace) -> int:
     from trainer.data.formats.stats import LOOKED_AT, statistics
 
-    found = {}
+    found, opened = {}, {}
     for split, source in _parts(options.source):
-        records = _open(source)
+        records = opened[split] = _open(source)
         with progress_bar(f"decoding {source}", min(len(records), LOOKED_AT)) as advance:
             found[split or str(source)] = statistics(records, advance)
     if options.json:
@@ -288,8 +288,10 @@ def _stats(options: argparse.Namespace) -> int:
     for line in (line for figures in found.values() for line in figures.unreadable):
         say(line)
     from trainer.data.left_out import left_out_lines
+    from trainer.data.sources import twin_notes
 
-    for line in left_out_lines({name: figures.left_out for name, figures in found.items()}):
+    both = twin_notes(opened["train"], opened["val"]) if {"train", "val"} <= opened.keys() else ()
+    for line in (*left_out_lines({name: figures.left_out for name, figures in found.items()}), *both):
         say(line)
     return EXIT_DONE
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.errors import BadInputError
 from trainer.host.latest import run_path
-from trainer.runs.flags import add_settings, add_task
+from trainer.runs.flags import add_coco, add_settings, add_task
 
 
 def add_parser(commands: Any) -> None:
@@ -49,6 +49,7 @@ def add_parser(commands: Any) -> None:
     evaluate.add_argument(
         "--plot", type=Path, metavar="FILE", help="write the confusion matrix (.svg; classification, audio)"
     )
+    add_coco(evaluate)
     evaluate.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: all)")
     evaluate.add_argument("--nproc-per-node", type=int, metavar="N", help="processes on CPUs (default: 1)")
     add_task(evaluate)

@@ -13,6 +13,7 @@ from trainer.tasks import Task
 from trainer.tasks.audio import Audio
 from trainer.tasks.average_precision import coco_figures
 from trainer.tasks.classification import Classification
+from trainer.tasks.coco_results import results_of_rows
 from trainer.tasks.detection import Detection
 from trainer.tasks.sums import classified
 
@@ -68,17 +69,31 @@ class OfBoxes(WithDetails):
 
     task: Detection
 
+    def __init__(self, task: Detection, results: bool = False) -> None:
+        """Wraps a task; with `results` the entries of COCO's results file are kept, too."""
+        super().__init__(task)
+        self._results = results
+
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """Returns the task's metrics, and keeps COCO's twelve figures."""
         metrics = self.task.summarize(rows)
         arrays = {name: np.asarray(tensor) for name, tensor in rows.items()}
         arrays["true_count"] = arrays["true_count"][:, 0]
         self.details["coco"] = coco_figures(arrays, len(self.task.classes))
+        if self._results:
+            self.details["results"] = results_of_rows(self.task, arrays)
         return metrics
 
 
-def with_details(task: Task) -> WithDetails:
-    """Wraps a task; a custom one gets no further metrics."""
+def with_details(task: Task, results: bool = False) -> WithDetails:
+    """Wraps a task; a custom one gets no further metrics.
+
+    Args:
+        task: The task.
+        results: True to keep the entries of COCO's results file.
+    """
+    if isinstance(task, Classification) and task.several:
+        return WithDetails(task)
     if isinstance(task, (Classification, Audio)):
         return OfClasses(task)
-    return OfBoxes(task) if isinstance(task, Detection) else WithDetails(task)
+    return OfBoxes(task, results) if isinstance(task, Detection) else WithDetails(task)

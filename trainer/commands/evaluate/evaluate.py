@@ -21,6 +21,7 @@ from trainer.host.files import check_replaceable, write_whole
 from trainer.host.latest import MANIFEST
 from trainer.launch.launcher import launch
 from trainer.observe.text import escaped, table, without_controls
+from trainer.tasks.coco_results import check_results, write_results
 from trainer.train.components.task import device_kind
 from trainer.train.start.local_ranks import plan_local_ranks
 
@@ -42,7 +43,7 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
 
     Raises:
         BadInputError: If there is no such run, checkpoint or data, the data has other classes than the model,
-            or --plot can't be drawn or written.
+            or --plot or --coco can't be made or written.
     """
     if options.plot is not None:
         if options.plot.suffix != ".svg":
@@ -51,16 +52,21 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
             check_replaceable(options.plot)
     request = _request(options)
     opened = asked(request)
-    if options.plot is not None and opened.recipe.task not in ("classification", "audio"):
-        raise BadInputError(f"--plot: task={opened.recipe.task} has no confusion matrix")
+    if options.plot is not None and (
+        opened.recipe.task not in ("classification", "audio") or opened.task.describe().get("several")
+    ):
+        raise BadInputError(
+            f"--plot: task={opened.recipe.task} has no confusion matrix, nor have images of several classes"
+        )
     if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_DRAWN:
         raise BadInputError(f"--plot: at most {MOST_DRAWN} classes can be drawn; --json has the matrix")
+    check_results(options.coco, opened.task)
     local = plan_local_ranks(opened.recipe, options.gpus, options.nproc_per_node)
     if local.ranks == 1:
         # In this process: the RANK and the like that it inherited may be another job's.
         os.environ.update(local.variables())
         device = torch.device("cuda", 0) if device_kind(opened.recipe) == "cuda" else torch.device("cpu")
-        result = measure_run(opened, World(0, 1, 0, device, None))
+        result = measure_run(opened, World(0, 1, 0, device, None), options.coco is not None)
     else:
         del opened
         with tempfile.TemporaryDirectory(prefix="trainer-evaluate-", ignore_cleanup_errors=True) as folder:
@@ -69,7 +75,15 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
             if code != EXIT_DONE:
                 return code
             result = json.loads(Path(request["result"]).read_text())
+    found = result.pop("results", [])
     _print(result, options)
+    if options.coco is not None:
+        if result["replaced"]:
+            raise BadInputError(
+                f"--coco {options.coco}: {result['replaced']:,} images can't be decoded, and others stood in "
+                "for them; mend or remove them"
+            )
+        write_results(options.coco, found)
     return EXIT_DONE
 
 
@@ -77,6 +91,7 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the request to the ranks: a run and which of its weights, or a recipe and a file of weights."""
     what = options.what
     request = {"what": what, "file": options.weights, "settings": list(options.set), "on": options.on}
+    request["results"] = options.coco is not None
     if options.weights is not None:
         if options.checkpoint is not None:
             raise BadInputError(

@@ -12,12 +12,13 @@ _WORKERS = 2  # as in training, whose evaluations take two at most
 _TIMEOUT_SECONDS = 1800.0
 
 
-def measure_run(opened: Any, world: Any) -> dict[str, Any]:
+def measure_run(opened: Any, world: Any, results: bool = False) -> dict[str, Any]:
     """Measures a model with all ranks, and returns the same result on each.
 
     Args:
         opened: Result of `asked`; its model is moved to this rank's device.
         world: The ranks, a `trainer.distributed.parallel.World`.
+        results: True for the entries of COCO's results file, too.
     """
     import torch
 
@@ -48,7 +49,7 @@ def measure_run(opened: Any, world: Any) -> dict[str, Any]:
     quarantine = Quarantine("evaluation", recipe.data.corrupt_samples(len(data)), None)
     workers = 0 if data.arrays is not None else _WORKERS
     loader = make_loader(Source(data, share), world.device, recipe.data, workers, quarantine)
-    task = with_details(opened.task)
+    task = with_details(opened.task, results)
     metrics = evaluate(task, model, loader, share, world, recipe.precision)
     if isinstance(task, Deriving):
         metrics |= task.derived(metrics)
@@ -87,7 +88,7 @@ def main(request: dict[str, Any]) -> int:
 
     opened = asked(request)
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
-        result = measure_run(opened, world)
+        result = measure_run(opened, world, request["results"])
     if os.environ["RANK"] == "0":
         write_whole(Path(request["result"]), json.dumps(result))
     return 0

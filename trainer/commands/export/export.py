@@ -285,7 +285,7 @@ def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
     facts = run.task.describe()
     if run.recipe.task != "classification":
         raise BadInputError(f"--with-normalization: is for images to classes, not for task={run.recipe.task}")
-    return FromPixels(model, facts["mean"], facts["std"])
+    return FromPixels(model, facts["mean"], facts["std"], bool(facts.get("several")))
 
 
 def _write(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.flags import add_settings, add_task
+from trainer.runs.flags import add_coco, add_settings, add_task
 
 
 def add_parser(commands: Any) -> None:
@@ -28,8 +28,13 @@ def add_parser(commands: Any) -> None:
         "--top", type=int, default=3, metavar="N", help="classes or boxes named (default: 3)"
     )
     predict.add_argument(
-        "--score", type=float, default=0.3, metavar="S", help="of the boxes to draw, at least (default: 0.3)"
+        "--score",
+        type=float,
+        default=0.3,
+        metavar="S",
+        help="of the boxes to draw and write, at least (default: 0.3)",
     )
+    add_coco(predict)
     _add_text(predict)
     predict.add_argument(
         "--samples", type=int, default=25, metavar="N", help="of the evaluation data to show (default: 25)"

@@ -13,12 +13,14 @@ import torch
 from trainer.commands.predict.classes import code_for, read_each, show_rows
 from trainer.commands.predict.images import content, reading_of_run, whole_box
 from trainer.data.dataset import spread
-from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste, scale_of
+from trainer.data.formats.coco import CocoPictures
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, writing
 from trainer.host.files import check_writable, written_whole
 from trainer.host.here import path_shown
 from trainer.models.detection import Detections, detections
+from trainer.tasks.coco_results import Found, pictures_of, results, write_results
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 
@@ -36,13 +38,15 @@ class ModelInput(NamedTuple):
     Attributes:
         name: Name of the file or the sample.
         pixels: uint8 (size, size, channels).
-        factor: Scale from the file's pixels to these.
+        scale: Of these pixels per pixel of the file, across and down.
+        image: Id of the image, see `Found`.
         truth: The true boxes and labels, where they are known.
     """
 
     name: str
     pixels: _Pixels
-    factor: float = 1.0
+    scale: tuple[float, float] = (1.0, 1.0)
+    image: int | str = ""
     truth: tuple[npt.NDArray[Any], list[int]] | None = None
 
 
@@ -66,6 +70,9 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
         ("file" if options.files else "evaluation data", "boxes", "best (left, top, right, bottom)"),
         [(one.name, _count(one, boxes), _best(one, boxes, classes, options.top)) for one, boxes in pairs],
     )
+    if options.coco is not None:
+        entries = (Found(one.image, one.scale, *boxes) for one, boxes in pairs)
+        write_results(options.coco, results(pictures_of(run.task), entries))
     if options.out is not None:
         for number, (one, boxes) in enumerate(pairs):
             name = _picture_name(number, one.name)
@@ -113,7 +120,8 @@ def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
     nothing = Picture(image, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_))
     out = np.zeros((height, width, channels), np.uint8)
     paste(nothing, out, 1.0, 0.0, 0.0)
-    return ModelInput(str(path), out, min(height / image.shape[0], width / image.shape[1]))
+    identity = int(path.stem) if path.stem.isdecimal() else path.stem
+    return ModelInput(str(path), out, scale_of(image.shape[:2], out.shape[:2]), identity)
 
 
 def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
@@ -125,7 +133,11 @@ def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
         rows = np.arange(int(fields[COUNT][row]))
         rows = rows[fields[CROWD][row][rows] == 0]
         truth = (fields[BOXES][row][rows], fields[LABEL][row][rows].tolist())
-        seen.append(ModelInput(f"sample {sample}", fields[IMAGE][row], truth=truth))
+        one = ModelInput(f"sample {sample}", fields[IMAGE][row], truth=truth)
+        if isinstance(pictures := getattr(dataset, "pictures", None), CocoPictures):
+            scale = scale_of(pictures.sizes[sample].tolist(), one.pixels.shape[:2])
+            one = one._replace(scale=scale, image=pictures.ids[sample])
+        seen.append(one)
     return seen
 
 
@@ -156,7 +168,9 @@ def _count(one: ModelInput, found: Detections) -> str:
 def _best(one: ModelInput, found: Detections, classes: Sequence[str], top: int) -> str:
     parts = []
     for box, score, label in list(zip(found.boxes, found.scores, found.labels, strict=True))[:top]:
-        corners = ", ".join(f"{edge / one.factor:.0f}" for edge in box.tolist())
+        corners = ", ".join(
+            f"{edge / scale:.0f}" for edge, scale in zip(box.tolist(), one.scale * 2, strict=True)
+        )
         parts.append(f"{classes[int(label)]} {float(score):.0%} ({corners})")
     return "; ".join(parts)
 

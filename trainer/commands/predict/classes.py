@@ -59,13 +59,14 @@ def probabilities(run: OpenedRun, fields: Mapping[str, torch.Tensor]) -> torch.T
     """
     device = torch.device(device_kind(run.recipe))
     model = run.model.to(device)
-    count = len(next(iter(fields.values())))
+    count, several = len(next(iter(fields.values()))), bool(run.task.describe().get("several"))
     parts = list[torch.Tensor]()
     with torch.no_grad():
         for start in range(0, count, _TOGETHER):
             part = {name: field[start : start + _TOGETHER].to(device) for name, field in fields.items()}
             batch = Batch(part, None, None, min(_TOGETHER, count - start))
-            parts.append(model(*inputs_of(run, batch)).float().softmax(1).cpu())
+            logits = model(*inputs_of(run, batch)).float()
+            parts.append((logits.sigmoid() if several else logits.softmax(1)).cpu())
     return torch.cat(parts)
 
 
@@ -121,7 +122,12 @@ def of_evaluation(run: OpenedRun, options: argparse.Namespace) -> None:
     samples = spread(len(dataset), max(_LOOKED_AT, options.samples))
     fields: Mapping[str, torch.Tensor] = read_samples(dataset, samples).fields
     names = [f"sample {number}" for number in samples.tolist()]
-    all_guesses = guesses(names, probabilities(run, fields), classes, options.top, fields[LABEL].tolist())
+    found = probabilities(run, fields)
+    if fields[LABEL].ndim == 2:  # several classes of each, none of which is the right one
+        shown = spread(len(names), options.samples).tolist()
+        show_table("evaluation data", guesses([names[n] for n in shown], found[shown], classes, options.top))
+        return
+    all_guesses = guesses(names, found, classes, options.top, fields[LABEL].tolist())
     order = sorted(all_guesses, key=lambda guess: (not guess.mistaken, -guess.probabilities[0]))
     wrong = sum(guess.mistaken for guess in all_guesses)
     # After the mistakes those from all over, not the surest alone.

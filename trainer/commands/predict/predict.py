@@ -6,6 +6,7 @@ from collections.abc import Callable
 from trainer.config.registry import named
 from trainer.config.tasks import TASKS
 from trainer.errors import BadInputError
+from trainer.tasks.coco_results import check_results
 from trainer.train.model_of_run import OpenedRun, open_run
 
 
@@ -28,6 +29,8 @@ def predict(options: argparse.Namespace) -> int:
         raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")
     if options.out is not None and run.recipe.task in TASKS and run.recipe.task != "detection":
         raise BadInputError(f"--out: boxes are drawn, and task={run.recipe.task} has none; leave it out")
+    if run.recipe.task in TASKS:
+        check_results(options.coco, run.task)
     return _show(run)(run, options)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
 from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_of
+from trainer.data.formats.files import not_listed, unlisted
 from trainer.data.formats.labels import (
     LabelError,
     as_integer,
@@ -29,7 +30,6 @@ from trainer.data.formats.labels import (
 from trainer.data.formats.records import Records
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text
-from trainer.data.left_out import one, tally
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
@@ -83,9 +83,9 @@ class ArrowTable:
         """
         self.folder = folder
         self._files = _files(folder)
-        named = {file.name for file in self._files}
-        beside = sorted(each.name for each in folder.glob("*.arrow") if each.name not in named)
-        self.left_out = tally(one("Arrow file{s} that state.json doesn't name", name) for name in beside)
+        named = [os.fsencode(file.name) for file in self._files]
+        beside = unlisted(folder, named, (".arrow",), deep=False)
+        self.left_out = tuple(not_listed("Arrow file{s} that state.json doesn't name", beside))
         self._read = dict[str, Any]()
         self.columns: Sequence[str] = schema_of(self._files[0]).names
 

@@ -1,5 +1,6 @@
 """Data set of wav and flac recordings in class folders, `root/<class>/**/<file>`: int16 crops."""
 
+import contextlib
 import io
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -82,19 +83,35 @@ class AudioFolder(RecordsDataset):
 
         Args:
             everything: True to check every recording, not a part of them.
+
+        Raises:
+            BadInputError: If one has another sample rate.
         """
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
+        paths = [self.records.path(sample) for sample in chosen]
         with ThreadPoolExecutor(_THREADS) as pool:
-            if not everything:  # a recording of floats is read whole
-                sizes = np.cumsum(list(pool.map(lambda sample: size_of(self.records.path(sample)), chosen)))
-                chosen = chosen[: int(np.searchsorted(sizes, _BYTES, "right"))]
-            peaks = list(pool.map(lambda sample: _loudest(self.records.path(sample)), chosen))
-        loud = [(sample, peak) for sample, peak in zip(chosen, peaks, strict=True) if peak > 1]
+            # A recording of floats is read whole.
+            whole = np.cumsum(list(pool.map(size_of, paths))) <= (np.inf if everything else _BYTES)
+            found = list(pool.map(_rate_and_peak, paths, whole.tolist()))
+        other = [
+            (path, rate) for path, (rate, _) in zip(paths, found, strict=True) if rate != self._rate and rate
+        ]
+        if other:
+            count = f"{len(other):,} of {len(chosen):,} recordings that were looked at are so: "
+            raise BadInputError(self._other_rate(*other[0], count if len(other) > 1 else ""))
+        loud = [(sample, peak) for sample, (_, peak) in zip(chosen, found, strict=True) if peak > 1]
+        chosen = chosen[: int(whole.sum())]
         if not loud:
             return ""
         return (
             f"{len(loud):,} of {len(chosen):,} recordings that were looked at hold floats beyond 1.0, which "
             f"are clipped; the first: {self.records.name(loud[0][0])} (up to {loud[0][1]:.4g})"
+        )
+
+    def _other_rate(self, path: bytes, rate: int, count: str = "") -> str:
+        return (
+            f"{readable(path)}: has a sample rate of {rate} Hz, and audio.sample_rate is {self._rate}: "
+            f"{count}change that, or resample (ffmpeg -i IN -ar {self._rate} OUT)"
         )
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
@@ -129,11 +146,7 @@ class AudioFolder(RecordsDataset):
                 if sound.format not in _FORMATS:
                     raise Corrupt(f"is neither wav nor flac, but {sound.format}")
                 if sound.samplerate != self._rate:
-                    raise BadInputError(
-                        f"{readable(path)}: has a sample rate of {sound.samplerate} Hz, and "
-                        f"audio.sample_rate is {self._rate}: change that, or resample the file "
-                        f"(ffmpeg -i IN -ar {self._rate} OUT)"
-                    )
+                    raise BadInputError(self._other_rate(path, sound.samplerate))
                 frames = sound.frames
                 if frames < 1 or frames > 1 << 60:
                     raise Corrupt("holds no samples" if frames < 1 else "doesn't say how long it is")
@@ -179,23 +192,22 @@ def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
     return np.asarray(mixed, np.int16)
 
 
-def _loudest(path: bytes) -> float:
-    """Returns the peak of a wav file of floats; 0 for other files, and those that training refuses."""
+def _rate_and_peak(path: bytes, whole: bool) -> tuple[int, float]:
+    """Returns the sample rate by the header, and the peak of floats if they are read; 0 of a corrupt file."""
     import soundfile
 
-    try:
+    rate, peak = 0, 0.0
+    with contextlib.suppress(OSError, ValueError, soundfile.SoundFileError, Corrupt):
         file, facts = open_sample_file(path)
-    except OSError:
-        return 0.0
-    try:
-        if not samples_of_wav(file, facts.st_size):
-            return 0.0
-        with soundfile.SoundFile(file, closefd=False) as sound:
-            return _peak(sound) if sound.subtype in _FLOATS else 0.0
-    except (OSError, ValueError, soundfile.SoundFileError, Corrupt):
-        return 0.0
-    finally:
-        os.close(file)
+        try:
+            span = samples_of_wav(file, facts.st_size)
+            if facts.st_size and not (span and span.end > facts.st_size):
+                with soundfile.SoundFile(_without_tag(file, facts.st_size), closefd=False) as sound:
+                    rate = sound.samplerate if sound.format in _FORMATS else 0
+                    peak = _peak(sound) if rate and whole and sound.subtype in _FLOATS else 0.0
+        finally:
+            os.close(file)
+    return rate, peak
 
 
 def _peak(sound: Any) -> float:

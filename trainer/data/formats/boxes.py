@@ -164,6 +164,10 @@ class BoxedImages:
     def __len__(self) -> int:
         return len(self.pictures)
 
+    def number_by(self, classes: Sequence[str]) -> None:
+        """Numbers the classes as a model does; the images are COCO's."""
+        self.pictures = self.pictures.numbered_by(classes)  # type: ignore[attr-defined]
+
     def only(self, samples: Ints) -> "BoxedImages":
         """Returns the subset of some images, renumbered in this order."""
         part, only = copy.copy(self), getattr(self.pictures, "only", None)
@@ -262,6 +266,18 @@ def paste(picture: Picture, out: Pixels, scale: float, down: float, right: float
     # A sliver may be empty in float32.
     empty = (made.boxes[:, 2:] <= made.boxes[:, :2]).any(1)
     return _without(made, np.asarray(~seen | empty))
+
+
+def scale_of(sides: Sequence[int], room: Sequence[int]) -> tuple[float, float]:
+    """Returns the pixels that `paste` gives a pixel of an image at scale 1, across and down.
+
+    Args:
+        sides: Height and width of the image.
+        room: Height and width of the output.
+    """
+    factor = min(most / side for side, most in zip(sides, room, strict=True))
+    down, across = (_along(side, most, factor, 0.0) for side, most in zip(sides, room, strict=True))
+    return across.size / across.length, down.size / down.length
 
 
 def flipped(picture: Picture) -> Picture:

@@ -150,7 +150,7 @@ class CocoPictures:
         self._twice = f"{sum(again):,} boxes of {file.name} are there twice, the first in {first}" * bool(
             first
         )
-        self._sizes = np.array([image[1:] for image in images.values()], np.int64)
+        self.sizes = np.array([image[1:] for image in images.values()], np.int64)
         self._ends = np.cumsum([len(each) for each in rows])
         numbers = np.array([row for each in rows for row in each], np.float64).reshape(-1, 7)
         self._rows, self._areas = np.ascontiguousarray(numbers[:, :6]), numbers[:, 6].astype(np.float32)
@@ -167,7 +167,7 @@ class CocoPictures:
     def only(self, samples: Ints) -> "CocoPictures":
         """Returns the subset of some images, renumbered in this order."""
         part = copy.copy(self)
-        part.records, part._sizes = self.records.only(samples), self._sizes[samples]
+        part.records, part.sizes = self.records.only(samples), self.sizes[samples]
         counts = np.diff(self._ends, prepend=0)[samples]
         part._ends = np.cumsum(counts)
         # Index of each box: the start of its image's boxes, and the position among them.
@@ -175,16 +175,31 @@ class CocoPictures:
         part._rows, part._areas = self._rows[rows], self._areas[rows]
         return part
 
+    def numbered_by(self, classes: Sequence[str]) -> "CocoPictures":
+        """Returns the same images with the class numbers of other data; their own classes are among them."""
+        if tuple(self.classes) == tuple(classes):
+            return self
+        part, number = copy.copy(self), {name: index for index, name in enumerate(classes)}
+        numbers = np.array([number[name] for name in self.classes])
+        part.classes, part._rows = classes, self._rows.copy()
+        part._rows[:, 4] = numbers[self._rows[:, 4].astype(np.int64)]
+        return part
+
     def fingerprint(self) -> str:
         """Returns a hash of the boxes and categories, and the fingerprint of the files."""
         digest = hashlib.sha256(repr(self.categories).encode())
-        for array in (self._rows, self._ends, self._sizes):
+        for array in (self._rows, self._ends, self.sizes):
             digest.update(array.tobytes())
         return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}{self.records.reading}"
 
     def name(self, sample: int) -> str:
         """Returns the path of an image."""
         return self.records.name(sample)
+
+    @property
+    def ids(self) -> list[int]:
+        """Id of each image in the file of instances."""
+        return self.records.numbers
 
     def read(self, sample: int) -> Picture:
         """Decodes an image.
@@ -194,7 +209,7 @@ class CocoPictures:
         """
         data = self.records.read(sample)
         image = self._decode(data, self.records.reading)[0].permute(1, 2, 0).numpy()
-        height, width = self._sizes[sample].tolist()
+        height, width = self.sizes[sample].tolist()
         if image.shape[:2] != (height, width):
             raise Corrupt(
                 f"has {image.shape[1]} x {image.shape[0]} pixels, and its annotations say {width} x {height}"
@@ -269,6 +284,7 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
         f"{root}: no annotations/instances_{part}.json or instances_{part}2017.json; data.name=coco needs "
         "these, and the images in train/ and val/ (or train2017/ and val2017/), or Roboflow's train/ and "
         "valid/ with _annotations.coco.json in each"
+        f"{hint(os.fsencode(root), f'annotations/instances_{part}.json'.encode())}"
     )
 
 

@@ -7,9 +7,10 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, unreadable, unreadable_line
@@ -82,6 +83,8 @@ class Files(Records):
         digest = hashlib.sha256(repr(tuple(self.classes)).encode())
         for column in ("name", "name_end", "label"):
             digest.update(self._columns[column].tobytes())
+        if self.sets is not None:
+            digest.update(self.sets.tobytes())
         for sample in spread(len(self), _SIZES).tolist():
             digest.update(f"{size_of(self.path(sample))} ".encode())
         for sample in spread(len(self), _CONTENTS).tolist():
@@ -89,10 +92,21 @@ class Files(Records):
                 digest.update(_content(self.path(sample)))
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
+    def contents(self) -> npt.NDArray[Any] | None:
+        """See `Records.contents`: by paths, which are distinct where folders were searched."""
+        if self._listed is None:
+            return None
+        root = os.path.realpath(self._root)
+        paths = (os.path.join(root, name) for name in plain_names(self._root, self._names()))  # noqa: PTH118
+        return np.fromiter(map(hash, paths), np.int64, len(self))
+
+    def _names(self) -> list[bytes]:
+        text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
     def absent(self) -> str:
         """See `Records.absent`."""
-        text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
-        names = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        names = self._names()
         wrong = unreadable(self._root, names)
         if wrong:
             number, reason = wrong[0]
@@ -107,6 +121,12 @@ class Files(Records):
 
         remedy = f"add it, or take its {unit} out (paths are relative to {readable(self._root)})"
         return unreadable_line(wrong, len(self), f"files named in {table}", listed_name, remedy)
+
+    @property
+    def numbers(self) -> list[int]:
+        """See `Listed.numbers`."""
+        numbers: list[int] = self._columns["number"].tolist()
+        return numbers
 
     def name(self, sample: int) -> str:
         """Returns the path of a sample as printable text."""
@@ -317,7 +337,7 @@ def unlisted(
     return sorted(found.difference(plain_names(root, names)))
 
 
-def plain_names(root: Path, names: Iterable[bytes]) -> Iterator[bytes]:
+def plain_names(root: bytes | Path, names: Iterable[bytes]) -> Iterator[bytes]:
     """Yields paths relative to a folder in one spelling: "./a.png" and "/data/a.png" may be "a.png"."""
     start = os.fsencode(root)
     for name in names:

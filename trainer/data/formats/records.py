@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +50,12 @@ class Records(ABC):
         classes: Class names.
         left_out: Files that aren't read, by reason.
         reading: Settings for reading pixels.
+        sets: Where a sample may have several classes: uint8 (sets, classes), 1 for each class of a set; a
+            label is then the number of a set.
     """
 
     raw = False
+    sets: npt.NDArray[np.uint8] | None = None
     left_out: tuple[LeftOut, ...] = ()
     reading = Reading()
     classes: Sequence[str]
@@ -72,6 +75,29 @@ class Records(ABC):
         part = copy.copy(self)
         part._columns = Columns.hold(self._columns.rows(samples))
         return part
+
+    def numbered_by(self, classes: Sequence[str]) -> Self:
+        """Returns the same samples with the class numbers of other data; their own classes are among them."""
+        number, part = {name: index for index, name in enumerate(classes)}, copy.copy(self)
+        if self.sets is not None:
+            part.classes, part.sets = classes, np.zeros((len(self.sets), len(classes)), np.uint8)
+            part.sets[:, [number[name] for name in self.classes]] = self.sets
+            return part
+        if tuple(self.classes) == tuple(classes[: len(self.classes)]):
+            return self
+        numbers = np.array([number.get(name, -1) for name in self.classes], np.int64)
+        part.classes, part._columns = classes, self._columns.replaced(LABEL, numbers[self.labels])
+        return part
+
+    def counts(self) -> Ints:
+        """Returns the number of samples of each class: int64 (classes,)."""
+        of_labels = np.bincount(self.labels, minlength=len(self.classes if self.sets is None else self.sets))
+        counts: Ints = of_labels if self.sets is None else of_labels @ self.sets.astype(np.int64)
+        return counts
+
+    def contents(self) -> npt.NDArray[Any] | None:
+        """Returns a number for each sample, (n,), equal for the same file or content; None if unknown."""
+        return None
 
     def file_name(self, sample: int) -> bytes:
         """Returns the path of a sample relative to its root, which a pack keeps."""
@@ -111,7 +137,10 @@ class Records(ABC):
 
 
 class RecordsDataset:
-    """Base class of data sets of records with a field label, int64 (), which loader workers read."""
+    """Base class of data sets of records, which loader workers read.
+
+    The field label is int64 (), or where a sample may have several classes uint8 (classes,).
+    """
 
     num_items = 1
     arrays: Arrays | None = None
@@ -119,7 +148,12 @@ class RecordsDataset:
 
     def __init__(self, records: Records, fields: Mapping[str, Field], on_corrupt: OnCorrupt) -> None:
         self.records, self._on_corrupt = records, on_corrupt
-        self.fields: Mapping[str, Field] = {**fields, LABEL: Field((), np.dtype(np.int64))}
+        self.fields: Mapping[str, Field] = {**fields, LABEL: _label_field(records)}
+
+    def number_by(self, classes: Sequence[str]) -> None:
+        """Numbers the classes as a model does, see `Records.numbered_by`."""
+        self.records = self.records.numbered_by(classes)
+        self.fields = {**self.fields, LABEL: _label_field(self.records)}
 
     def __len__(self) -> int:
         return len(self.records)
@@ -146,10 +180,16 @@ class RecordsDataset:
 
     def _filled(self, samples: Ints, fill: Callable[[int, int], None], out: Arrays) -> list[Bad]:
         """Fills the rows of a batch with samples and their labels; see `fill_rows`."""
-        label, stored = out[LABEL], self.records.labels
+        label, stored, sets = out[LABEL], self.records.labels, self.records.sets
 
         def both(row: int, sample: int) -> None:
             fill(row, sample)
-            label[row] = stored[sample]
+            label[row] = stored[sample] if sets is None else sets[stored[sample]]
 
         return fill_rows(samples, both, self.records.name, self._on_corrupt, len(self))
+
+
+def _label_field(records: Records) -> Field:
+    if records.sets is None:
+        return Field((), np.dtype(np.int64))
+    return Field((records.sets.shape[1],), records.sets.dtype)

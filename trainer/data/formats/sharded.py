@@ -131,6 +131,10 @@ class ShardedRecords(Records):
         part._columns = Columns.hold({**columns, "shard": shard.astype(np.int32)})
         return part
 
+    def contents(self) -> npt.NDArray[Any]:
+        """See `Records.contents`: by the hash of each sample."""
+        return self._columns["hash"]
+
     def fingerprint(self) -> str:
         """Returns the sample count and a hash of the index, which has a hash of every sample."""
         identity = f"{self.about.columns_sha256} {self.about.classes} {self.about.stored}"

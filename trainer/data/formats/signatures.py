@@ -5,6 +5,7 @@ import re
 
 _CONVERT = "which isn't read; convert it to JPEG or PNG"
 DAMAGED = "that is cut off or damaged"
+WEB_PAGE = "an HTML page"
 # Offset, bytes (or alternatives) and name; the first match counts.
 _Table = tuple[tuple[int, bytes | tuple[bytes, ...], str], ...]
 _IMAGES: _Table = (
@@ -62,7 +63,7 @@ _OTHERS: _Table = (
 )
 # Patterns of text files; the first match counts.
 _TEXTS = (
-    (r"<!doctype html|<(html|head|body|title|script)\b", "an HTML page"),
+    (r"<!doctype html|<(html|head|body|title|script)\b", WEB_PAGE),
     (r"\Aversion https://git-lfs", "a Git LFS pointer, not the file: `git lfs pull` fetches it"),
     (r"\A\S*annex/objects/", "a git-annex pointer, not the file: `git annex get` fetches it"),
     (r"<svg\b", f"SVG, {_CONVERT}"),

@@ -104,7 +104,7 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
         total, squares, pixels = total + flat.sum(0), squares + (flat**2).sum(0), pixels + len(flat)
     if not rows:
         raise BadInputError(f"none of {len(chosen)} images can be decoded: {unreadable[0]}")
-    counts = np.bincount(records.labels, minlength=len(records.classes))
+    counts = records.counts()
     mean = total / pixels
     size, height, width, cost = (_spread(column) for column in np.array(rows).T)
     return Statistics(

@@ -7,7 +7,9 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from trainer.config.data import DataConfig
 from trainer.data.formats.files import IMAGES, Files, Listed, not_listed, plain_names, unlisted
@@ -16,7 +18,8 @@ from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host.files import read_at
 
-_WANTED = ("path", "label")
+_LABEL = ("label",)
+_JOINT = "\0"  # between the classes of an image that has several
 _SEPARATORS = ";\t|"
 _NAMED = 20  # columns in a message
 _ROWS, _FEWEST_ROWS = 4096, 16  # rows that are read at once
@@ -29,7 +32,7 @@ _HEAD = 4096
 _Row = tuple[int, bytes, str]
 
 
-def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
+def table_split(config: DataConfig, path: Path, split: str) -> Files:
     """Opens `path/split.parquet` or `path/split.csv`, see `in_table`.
 
     Raises:
@@ -44,19 +47,61 @@ def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: A
         others = sorted(entry.name for entry in path.iterdir() if entry.name.startswith(f"{split}."))
         if others:
             raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {quoted(others[0])})")
-    return in_table(parquet if parquet.exists() else text)
+    several = Several(config.label_separator or "", tuple(config.label_columns or ()))
+    return in_table(parquet if parquet.exists() else text, several)
 
 
-def in_table(file: Path) -> Files:
+class Several(NamedTuple):
+    """How a table names several classes of an image: by a separator, or by columns of 0 and 1."""
+
+    separator: str = ""
+    columns: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Columns with the classes."""
+        return self.columns or _LABEL
+
+    def text(self, where: str, values: Sequence[Any]) -> str:
+        """Returns the classes of a row as one text.
+
+        Raises:
+            BadInputError: If a value is neither 0 nor 1.
+            LabelError: If there is no valid label.
+        """
+        if self.columns:
+            return _JOINT.join(
+                name for name, value in zip(self.columns, values, strict=True) if _is_one(where, name, value)
+            )
+        if not self.separator or not isinstance(values[0], str):
+            return label_of(values[0])
+        parts = (part.strip() for part in values[0].split(self.separator))
+        return _JOINT.join(dict.fromkeys(label_of(part) for part in parts if part))
+
+
+def _is_one(where: str, column: str, value: Any) -> bool:
+    text = str(value).strip().lower()
+    if text not in ("0", "1", "0.0", "1.0", "false", "true"):
+        raise BadInputError(f"{where}: column {quoted(column)} is {quoted(value)}, neither 0 nor 1")
+    return text in ("1", "1.0", "true")
+
+
+def in_table(file: Path, several: Several = Several()) -> Files:  # noqa: B008  (a tuple)
     """Opens a CSV or Parquet file with the columns path and label; paths are relative to its folder.
 
     Labels are class names, or numbers; the classes are then 0 to the largest number.
+
+    Args:
+        file: The table.
+        several: How it names several classes of an image.
 
     Raises:
         BadInputError: If the table can't be read, lacks a column, or has an invalid row.
     """
     lines, paths, labels = array("q"), list[bytes](), list[str]()
-    unit, rows = ("row", _parquet(file)) if file.suffix == ".parquet" else ("line", _csv(file))
+    unit, rows = (
+        ("row", _parquet(file, several)) if file.suffix == ".parquet" else ("line", _csv(file, several))
+    )
     with reading(file):
         for line, path, label in rows:
             lines.append(line)
@@ -64,15 +109,37 @@ def in_table(file: Path) -> Files:
             labels.append(sys.intern(label))  # one string per class instead of one per row
     if not paths:
         raise BadInputError(f"{file}: holds no rows")
+    together, names = bool(several.separator or several.columns), labels
+    if together:
+        names = sorted({name for text in set(labels) for name in text.split(_JOINT) if name})
+        if not names:
+            raise BadInputError(f"{file}: no row has a class")
     try:
-        numbers, classes = numbered(labels)
+        numbers, classes = numbered(names)
     except LabelError as error:
-        raise BadInputError(f"{file}: {unit} {lines[error.at]}: {error}; write both alike") from error
-    left_out = not_listed(f"image{{s}} that {file.name} doesn't name", _unlisted(file, paths))
-    return Files(file.parent, paths, numbers, classes, Listed(file, unit, lines), left_out)
+        at = next(at for at, text in enumerate(labels) if names[error.at] in text.split(_JOINT))
+        raise BadInputError(f"{file}: {unit} {lines[at]}: {error}; write both alike") from error
+    sets = None
+    if together:
+        classes = list(several.columns) or classes
+        index = (
+            {name: classes.index(name) for name in names}
+            if several.columns
+            else dict(zip(names, numbers, strict=True))
+        )
+        distinct = sorted(set(labels))
+        sets = np.zeros((len(distinct), len(classes)), np.uint8)
+        for row, text in enumerate(distinct):
+            sets[row, [index[name] for name in text.split(_JOINT) if name]] = 1
+        number = {text: row for row, text in enumerate(distinct)}
+        numbers = [number[text] for text in labels]
+    left_out = not_listed(f"image{{s}} that {file.name} doesn't name", _unlisted(file, paths, several))
+    files = Files(file.parent, paths, numbers, classes, Listed(file, unit, lines), left_out)
+    files.sets = sets
+    return files
 
 
-def _unlisted(file: Path, paths: Sequence[bytes]) -> list[bytes]:
+def _unlisted(file: Path, paths: Sequence[bytes], several: Several) -> list[bytes]:
     """Returns the images beside those of a table that neither it nor another table of its folder names.
 
     The innermost folder that holds all images of the table is searched. If it isn't below the table's folder,
@@ -93,17 +160,17 @@ def _unlisted(file: Path, paths: Sequence[bytes]) -> list[bytes]:
     others = (each for each in file.parent.iterdir() if each.suffix in (".csv", ".parquet") and each != file)
     for other in others if found else ():
         with contextlib.suppress(BadInputError, OSError):  # not a table of images, or another split's fault
-            rows = _parquet(other) if other.suffix == ".parquet" else _csv(other)
+            rows = _parquet(other, several) if other.suffix == ".parquet" else _csv(other, several)
             found.difference_update(plain_names(file.parent, (path for _, path, _ in rows)))
     return sorted(found)
 
 
-def _csv(file: Path) -> Iterator[_Row]:
+def _csv(file: Path, several: Several) -> Iterator[_Row]:
     with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
         table = csv.reader(text, strict=True)
         try:
             columns = next(table, [])
-            path, label = _columns_of(file, columns)
+            path, *rest = _columns_of(file, columns, several.wanted)
             for cells in table:
                 if not cells:
                     continue
@@ -113,14 +180,15 @@ def _csv(file: Path) -> Iterator[_Row]:
                         f"{where}: {len(cells)} cells, and there are {len(columns)} columns; put what holds "
                         "a comma into quotes, and add what is missing"
                     )
-                yield table.line_num, *_pair(where, cells[path], cells[label])
+                yield table.line_num, *_pair(where, cells[path], [cells[at] for at in rest], several)
         except csv.Error as error:
             if table.line_num < 2:  # the header: not text, or "path";"label"
-                _columns_of(file, _head(file).decode("utf-8-sig", "replace").splitlines()[:1])
+                head = _head(file).decode("utf-8-sig", "replace").splitlines()[:1]
+                _columns_of(file, head, several.wanted)
             raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
 
 
-def _parquet(file: Path) -> Iterator[_Row]:
+def _parquet(file: Path, several: Several) -> Iterator[_Row]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -128,11 +196,11 @@ def _parquet(file: Path) -> Iterator[_Row]:
         raise BadInputError(f"{file}: Parquet needs pyarrow, which isn't installed; use CSV") from error
     number = 0
     try:
-        for batch in _batches(file, parquet):
-            labels = labels_in(batch.column("label"))
-            for path, label in zip(batch.column("path").to_pylist(), labels, strict=True):
+        for batch in _batches(file, parquet, several.wanted):
+            labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
+            for path, values in zip(batch.column("path").to_pylist(), labels, strict=True):
                 number += 1
-                yield number, *_pair(f"{file}: row {number}", path, label)
+                yield number, *_pair(f"{file}: row {number}", path, values, several)
     except LabelError as error:
         raise BadInputError(f"{file}: row {number + 1}: {error}") from error
     except MemoryError as error:
@@ -143,18 +211,19 @@ def _parquet(file: Path) -> Iterator[_Row]:
         raise BadInputError(f"{file}: not a readable Parquet file ({reason})") from error
 
 
-def _batches(file: Path, parquet: Any) -> Iterator[Any]:
-    """Yields batches of the two columns; others may be large, or of a type that pyarrow can't read."""
+def _batches(file: Path, parquet: Any, labels: Sequence[str]) -> Iterator[Any]:
+    """Yields batches of the columns; others may be large, or of a type that pyarrow can't read."""
     if file.is_dir():
         raise BadInputError(f"{file}: is a folder, and a table one file; write its parts into one")
-    rows = _rows_at_once(file, parquet)
+    wanted = ("path", *labels)
+    rows = _rows_at_once(file, parquet, wanted)
     with parquet.ParquetFile(file) as table:
-        _columns_of(file, table.schema_arrow.names)
+        _columns_of(file, table.schema_arrow.names, labels)
         _check_end(file, table.metadata)
         done = 0
-        for batch in table.iter_batches(rows, columns=list(_WANTED), use_threads=False):
+        for batch in table.iter_batches(rows, columns=list(wanted), use_threads=False):
             done += batch.num_rows
-            yield _short(file, batch)
+            yield _short(file, batch, wanted)
         if done != table.metadata.num_rows:
             raise BadInputError(
                 f"{file}: holds {done:,} rows, and says that it has {table.metadata.num_rows:,}; write "
@@ -162,7 +231,7 @@ def _batches(file: Path, parquet: Any) -> Iterator[Any]:
             )
 
 
-def _rows_at_once(file: Path, parquet: Any) -> int:
+def _rows_at_once(file: Path, parquet: Any, wanted: Sequence[str]) -> int:
     """Returns the rows that are read at once: fewer if a page, which each row may repeat, is large.
 
     Raises:
@@ -177,7 +246,7 @@ def _rows_at_once(file: Path, parquet: Any) -> int:
     largest = 0
     for group in map(facts.row_group, range(facts.num_row_groups)):
         for chunk in map(group.column, range(group.num_columns)):
-            if (name := chunk.path_in_schema.partition(".")[0]) in _WANTED:  # nested: a.b
+            if (name := chunk.path_in_schema.partition(".")[0]) in wanted:  # nested: a.b
                 largest = max(largest, chunk.total_uncompressed_size)
                 most = _FEWEST_ROWS * group.num_rows
                 if largest > _SAME_ROWS + _LONGEST * most or chunk.num_values > most:
@@ -191,9 +260,9 @@ def _begin(chunk: Any) -> int:
     return offset
 
 
-def _short(file: Path, batch: Any) -> Any:
+def _short(file: Path, batch: Any, wanted: Sequence[str]) -> Any:
     """Returns the batch after checking that its texts are short enough to be paths and labels."""
-    for name in _WANTED:
+    for name in wanted:
         if batch.column(name).nbytes > _LONGEST * (_FEWEST_ROWS + batch.num_rows):
             raise _too_long(file, name)
     return batch
@@ -229,18 +298,18 @@ def _check_end(file: Path, facts: Any) -> None:
             )
 
 
-def _columns_of(file: Path, columns: Sequence[str]) -> tuple[int, int]:
-    """Returns the positions of path and label.
+def _columns_of(file: Path, columns: Sequence[str], labels: Sequence[str]) -> list[int]:
+    """Returns the positions of the path and of the labels.
 
     Raises:
         BadInputError: If a column is missing or occurs twice.
     """
-    for wanted in _WANTED:
+    for wanted in ("path", *labels):
         if columns.count(wanted) > 1:
             raise BadInputError(f"{file}: column '{wanted}' is there {columns.count(wanted)} times; keep one")
         if wanted not in columns:
             raise BadInputError(f"{file}: no column '{wanted}'{_hint(file, columns, wanted)}")
-    return columns.index("path"), columns.index("label")
+    return [columns.index(wanted) for wanted in ("path", *labels)]
 
 
 def _hint(file: Path, columns: Sequence[str], wanted: str) -> str:
@@ -271,8 +340,9 @@ def _head(file: Path) -> bytes:
         return opened.read(_HEAD)
 
 
-def _pair(where: str, path: Any, label: Any) -> tuple[bytes, str]:
-    if path in (None, "", b"") or label in (None, ""):
+def _pair(where: str, path: Any, labels: Sequence[Any], several: Several) -> tuple[bytes, str]:
+    label = labels[0]
+    if path in (None, "", b"") or (label in (None, "") and several == Several()):
         raise BadInputError(f"{where}: path or label is empty")
     if not isinstance(path, str | bytes):
         raise BadInputError(f"{where}: path {quoted(path)} is no text")
@@ -282,6 +352,6 @@ def _pair(where: str, path: Any, label: Any) -> tuple[bytes, str]:
     if b"\0" in path:
         raise BadInputError(f"{where}: a path can't hold a zero byte")
     try:
-        return path, label_of(label)
+        return path, several.text(where, labels)
     except LabelError as error:
         raise BadInputError(f"{where}: {error}; leave it out, or give it a class") from error

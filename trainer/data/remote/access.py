@@ -1,26 +1,34 @@
 """Downloads from s3:// and https:// by fsspec, with retries of errors that may be temporary.
 
-Each download has its own event loop, which ends with it: no thread is left that a fork wouldn't copy, and
-there is no state to send to loader workers.
+Each download has its own event loop, which ends with it: no thread is left that a fork wouldn't copy.
+Credentials from a service (roles of an instance, a container, a login) are fetched once a process.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import os
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from trainer.data.formats.signatures import WEB_PAGE, what_it_is
 from trainer.errors import BadInputError
+from trainer.observe.console import warn
 
 # Seconds between tries.
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# Seconds that a download waits at most where its server says how long (Retry-After); waits that are told of.
+_PATIENCE, _LONG = 300.0, 10.0
+_HEAD = 1024
 # Seconds without a byte, after which a download has failed.
 _SILENCE = 30.0
 # Seconds for a connection when the caller doesn't retry.
@@ -29,9 +37,14 @@ _CONNECT = 5.0
 _PART, _PARTS_AT_ONCE = 8 << 20, 8
 _CLOCKS = ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture")
 _CREDENTIALS = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+# Answers of STS, which gives the credentials of roles: all with the status 400.
+_BUSY = ("Throttling", "ThrottlingException", "RequestLimitExceeded", "IDPCommunicationError")
 _STATUS = {401: "not signed in", 403: "access denied", 404: "not found"}
 
 T = TypeVar("T")
+
+# Credentials that a service gave this process or its parent, and their values; at most one entry.
+given = list[tuple[Any, Any]]()
 
 
 class DiskError(Exception):
@@ -44,6 +57,10 @@ class WrongContentError(Exception):
 
 class NotThereError(BadInputError):
     """Raised if the server has no file of this name (404)."""
+
+
+class _EndedError(BadInputError):
+    """Raised if credentials have ended."""
 
 
 class DownloadSink(io.RawIOBase):
@@ -62,7 +79,7 @@ class DownloadSink(io.RawIOBase):
 
     def restart(self) -> None:
         """Starts again at the first byte."""
-        self.done, self._digest = 0, hashlib.sha256()
+        self.done, self._digest, self.head = 0, hashlib.sha256(), b""
 
     def write(self, data: Any) -> int:
         """Appends bytes.
@@ -72,6 +89,8 @@ class DownloadSink(io.RawIOBase):
             WrongContentError: If there are more than expected.
         """
         rest = memoryview(data)
+        if len(self.head) < _HEAD:
+            self.head += bytes(rest[: _HEAD - len(self.head)])
         if self.most is not None and self.done + len(rest) > self.most:
             raise WrongContentError
         self._digest.update(rest)
@@ -106,7 +125,13 @@ def fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
         DiskError: If the file can't be written.
         WrongContentError: If more bytes come than the sink expects.
     """
-    _run(_fetch(url, sink, at_once))
+    try:
+        _run(_fetch(url, sink, at_once))
+    except _EndedError:  # a download may take longer than its credentials last
+        if not given:
+            raise
+        given.clear()
+        _run(_fetch(url, sink, at_once))
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
@@ -120,6 +145,9 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 async def _fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
     files = _file_system(url, _CONNECT if at_once else _SILENCE)
+    own = url.startswith("s3:") and (files.anon or files.key or "aws_access_key_id" in files.client_kwargs)
+    if url.startswith("s3:") and not own:
+        await _sign(url, files.session)
     session = await _tried(url, files.set_session)
     try:
         if not url.startswith("s3:"):
@@ -147,7 +175,9 @@ def _file_system(url: str, connect: float) -> Any:
 
     timeout = aiohttp.ClientTimeout(total=None, connect=connect, sock_connect=connect, sock_read=_SILENCE)
     # trust_env: proxies and ~/.netrc.
-    return fsspec.filesystem("http", **common, client_kwargs={"timeout": timeout, "trust_env": True})
+    # A signed address is valid as it was signed: not with other quotes.
+    kwargs = {"timeout": timeout, "trust_env": True, "requote_redirect_url": False}
+    return fsspec.filesystem("http", **common, client_kwargs=kwargs)
 
 
 def _session() -> Any:
@@ -166,9 +196,48 @@ def _descriptions(path: str | None) -> Any:
     return create_loader(path)
 
 
+async def _sign(url: str, session: Any) -> None:
+    """Gives a session the credentials that a service gave before, or fetches and keeps them.
+
+    A service that is asked for each download refuses soon (a role of an instance, of a container). Others are
+    read anew, as somebody may write them anew: of the environment and of files. botocore says when they are
+    renewed: a quarter of an hour before their end.
+    """
+    if not given or given[0][0].refresh_needed():
+        valid = bool(given) and not given[0][0].refresh_needed(0)
+        waits = () if valid else _WAITS if given else _WAITS[:2]
+        try:
+            found = await _tried(url, lambda: _found(session), waits=waits)
+        except BadInputError:
+            if not valid:
+                raise
+        else:
+            if not hasattr(found[0], "refresh_needed"):
+                return
+            given[:] = [found]
+    values = given[0][1]
+    session.set_credentials(values.access_key, values.secret_key, values.token)
+
+
+async def _found(session: Any) -> tuple[Any, Any]:
+    """Returns credentials and their values, which an assumed role asks for only now."""
+    from botocore.exceptions import NoCredentialsError
+
+    if (credentials := await session.get_credentials()) is None:
+        raise NoCredentialsError
+    return credentials, await credentials.get_frozen_credentials()
+
+
 async def _whole(files: Any, url: str, sink: DownloadSink) -> None:
     sink.restart()
-    await files._get_file(url, sink)
+    try:
+        await files._get_file(url, sink)
+    finally:
+        if what_it_is(sink.head) == WEB_PAGE:
+            raise BadInputError(
+                f"{url}: its server sent {WEB_PAGE} in place of the file, as one to log in on; check the "
+                "address and the credentials (~/.netrc)"
+            )
     if sink.size is not None and sink.done < sink.size:
         raise EOFError(f"ended after {sink.done:,} of {sink.size:,} bytes")
 
@@ -213,12 +282,16 @@ async def _part(files: Any, url: str, start: int, end: int) -> bytes:
     return await _tried(url, attempt)
 
 
-async def _tried(url: str, attempt: Callable[[], Awaitable[T]], at_once: bool = False) -> T:
+async def _tried(
+    url: str, attempt: Callable[[], Awaitable[T]], at_once: bool = False, waits: Sequence[float] | None = None
+) -> T:
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
 
     failure: Exception
-    for wait in (*_WAITS, None):
+    rest, left, tries = deque(_WAITS if waits is None else waits), _PATIENCE, 0
+    while True:
+        tries += 1
         try:
             return await attempt()
         # Not "from error" below: its text may hold a signed address that the server led to.
@@ -227,23 +300,47 @@ async def _tried(url: str, attempt: Callable[[], Awaitable[T]], at_once: bool = 
         except (BotoCoreError, ClientError, ValueError, LookupError) as error:
             failure = error  # the last two: a parser failed on a malformed answer
         status, code = _answer(failure)
+        what, remedy = _what(failure, status, code), _remedy(failure, status, code)
         if at_once and _is_unconnected(failure):
             raise BadInputError(
-                f"{url}: {_what(failure, status, code)}; check the address, and that the server can be "
-                "reached from here"
+                f"{url}: {what}; check the address, and that the server can be reached from here"
             ) from None
-        if not _is_temporary(failure, status):
-            kind = NotThereError if status == 404 else BadInputError
-            raise kind(f"{url}: {_what(failure, status, code)}; {_remedy(failure, status, code)}") from None
-        if wait is None:
+        if not _is_temporary(failure, status, code):
+            kind = NotThereError if status == 404 else _EndedError if code in _CREDENTIALS else BadInputError
+            raise kind(f"{url}: {what}; {remedy}") from None
+        asked = _asked_wait(failure)
+        if asked > left:
+            what += f", and its server asks to wait for {asked:,.0f} s"
+        elif asked > _LONG:
+            warn(f"{url}: {what}, and its server asks to wait for {asked:,.0f} s")
+        if asked > left or (not asked and not rest):
             break
+        wait = max(1.0, asked) if asked else rest.popleft()
+        left -= wait
         await asyncio.sleep(wait)
-    remedy = "check the address, and that the server can be reached from here, then start again"
     if isinstance(failure, EOFError):
         remedy = "put the whole file there, or make the index again"
-    raise BadInputError(
-        f"{url}: {_what(failure, status, code)}, after {len(_WAITS) + 1} tries; {remedy}"
-    ) from None
+    elif "Credentials" not in type(failure).__name__:
+        remedy = "check the address, and that the server can be reached from here, then start again"
+    raise BadInputError(f"{url}: {what}, after {tries} tr{'ies' if tries > 1 else 'y'}; {remedy}") from None
+
+
+def _asked_wait(error: BaseException) -> float:
+    """Returns the seconds that a server asks to wait by the header Retry-After; 0 if it doesn't."""
+    for each in (error, error.__cause__):
+        answer = getattr(each, "response", None)
+        if isinstance(answer, dict):
+            headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        else:
+            headers = getattr(each, "headers", None) or {}
+        if text := str(headers.get("retry-after", "")).strip():
+            if re.fullmatch(r"[0-9]{1,9}", text):
+                return float(text)
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
+                at = parsedate_to_datetime(text)
+                at = at if at.tzinfo else at.replace(tzinfo=timezone.utc)
+                return max(0.0, (at - datetime.now(timezone.utc)).total_seconds())
+    return 0.0
 
 
 def _answer(error: BaseException) -> tuple[int | None, str]:
@@ -273,19 +370,24 @@ def _refused_redirects() -> Any:
     return aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects
 
 
-def _is_temporary(error: BaseException, status: int | None) -> bool:
+def _is_temporary(error: BaseException, status: int | None, code: str) -> bool:
     import aiohttp
     from botocore import exceptions
 
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return True
     if status is not None:
-        return status in (408, 425, 429) or (status >= 500 and status != 501)
+        return code in _BUSY or status in (408, 425, 429) or (status >= 500 and status != 501)
+    if isinstance(error, exceptions.NoCredentialsError):
+        # A service that fails once is as silent as one that isn't there.
+        return bool(given) or os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true"
     if isinstance(error, ValueError | LookupError):
         return False
     if isinstance(error, _refused_redirects() | aiohttp.ClientSSLError | exceptions.SSLError):
         return False
-    passing = exceptions.HTTPClientError | exceptions.FlexibleChecksumError
+    passing = (
+        exceptions.HTTPClientError | exceptions.FlexibleChecksumError | exceptions.CredentialRetrievalError
+    )
     return isinstance(error, passing) or not isinstance(error, exceptions.BotoCoreError)
 
 
@@ -299,6 +401,8 @@ def _what(error: BaseException, status: int | None, code: str) -> str:
     if status is not None:
         named = code if code != str(status) else ""
         reason = named if named in _CLOCKS else _STATUS.get(status, named)
+        if getattr(error, "history", ()) and (host := error.request_info.real_url.host):  # type: ignore[attr-defined]
+            reason += f"{', ' if reason else ''}by {host}, where its server leads"
         return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
     return _what_without_status(error)
 

@@ -34,6 +34,7 @@ from trainer.observe.console import warn
 _OURS = re.compile(r"[0-9a-f]{64}\.shard(\.part)?")
 _LOCK = "trainer-cache.lock"
 _PATIENCE = 0.05
+AGAIN = (0.5, 2.0)  # seconds before an index that isn't JSON is fetched again
 # A hundred million samples have some 10 GB of columns.
 _MOST_COLUMNS = 16 << 30
 
@@ -307,7 +308,7 @@ def open_cached(url: str, folder: Path, limit: int | None) -> CachedShards:
 
 def _index(url: str, folder: Path) -> Path:
     """Returns the cached folder of an index's two files, after downloading those that are missing."""
-    about = _bytes_of(join(url, INDEX))
+    about = _json_of(join(url, INDEX))
     digest = hashlib.sha256(about).hexdigest()
     index = disk.own_folder(folder / f"{digest}.index")
 
@@ -318,6 +319,23 @@ def _index(url: str, folder: Path) -> Path:
     os.close(_made_once(index / INDEX, wanted, lambda file: _write(file, about), folder / _LOCK))
     os.close(_made_once(index / COLUMNS, _Wanted(), columns, folder / _LOCK))
     return index
+
+
+def _json_of(url: str) -> bytes:
+    """Downloads a JSON file, again where it is cut off: a server that gives no length doesn't tell."""
+    for wait in (*AGAIN, None):
+        data = _bytes_of(url)
+        try:
+            strict_json.parse(data)
+            break
+        except ValueError as error:
+            if wait is None:
+                raise BadInputError(
+                    f"{url}: what came isn't JSON ({error}), each time; put the whole index there, or make "
+                    "it again"
+                ) from error
+        time.sleep(wait)
+    return data
 
 
 def _bytes_of(url: str) -> bytes:
