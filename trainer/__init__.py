@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.commands.check.check import Report as Report, check as check
     from trainer.config.model import ModelConfig as ModelConfig
     from trainer.config.recipe_file import make_recipe as make_recipe
+    from trainer.data.batch import Batch as Batch
     from trainer.data.dataset import Dataset as Dataset, Field as Field
-    from trainer.data.loader import Batch as Batch
     from trainer.distributed.parallel import World as World
     from trainer.errors import (
         BadInputError as BadInputError,
@@ -45,7 +45,7 @@ PUBLIC = {
     },
     "A custom task": {
         "Task": "tasks",
-        "Batch": "data.loader",
+        "Batch": "data.batch",
         "Dataset": "data.dataset",
         "Field": "data.dataset",
     },

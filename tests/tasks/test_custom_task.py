@@ -24,7 +24,7 @@ from trainer.commands.predict.predict import _show
 from trainer.config.beside import MAIN
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.data.workers import check_importable
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask

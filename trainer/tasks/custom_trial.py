@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS, spread
 from trainer.data.items import state_kept
-from trainer.data.loader import Batch, is_field_name
+from trainer.data.loader import is_field_name
 from trainer.errors import BadInputError
 from trainer.models.buffers import few
 from trainer.models.modes import begin_training, in_evaluation_mode
