@@ -11,12 +11,14 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.rows import read_rows
+from tests.helpers.small_task import Small
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer import fit
 from trainer.checkpoint import CHECKPOINTS
@@ -528,6 +530,45 @@ def test_fit_takes_some(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadInputError, match="hook"):
             fit(line, out="other", hooks=wrong)
     assert not Path("other").exists()
+
+
+class Looking:
+    """It computes a metric itself, by the model that it asks for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def after_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None:  # noqa: ARG002
+        assert not any(one.training for one in model.modules())
+        x, y = torch.arange(10.0).view(5, 2) / 10, torch.arange(10.0).view(5, 2)[:, :1] / 10
+        loss = torch.nn.functional.mse_loss(model[1](x), y)
+        assert not loss.requires_grad
+        model[0](x)  # in evaluation mode nothing moves
+        self.seen.append((float(loss), metrics["loss"]))
+
+
+class Normed(Small):
+    def model(self) -> Any:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        model[0](batch["x"])
+        return torch.nn.functional.mse_loss(model[1](batch["x"]), batch["y"], reduction="sum")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_one_may_ask_for_the_model(tmp_path: Path, decay: float) -> None:
+    """As it was evaluated: with the averaged weights, if the run keeps them; no bit changes."""
+    settings = {"epochs": 4, "ema.decay": decay, "data.global_batch_size": 5, "data.micro_batch_size": 5}
+    settings["parallel.threads"] = 1
+    looking = Looking()
+    with_it = fit(Normed, settings, out=tmp_path / "with", hooks=[looking])
+    without = fit(Normed, settings, out=tmp_path / "without")
+    assert len(looking.seen) > 1
+    for own, told in looking.seen:
+        assert own == pytest.approx(told, rel=1e-6)
+    files = [run.folder / "model.safetensors" for run in (with_it, without)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 FAILS_LATE = """

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from trainer.config.beside import Beside, add_first, open_folder, run_file
 from trainer.config.sinks import FILE_SINKS
@@ -51,7 +52,11 @@ class Hook(Protocol):
         """Takes a metrics record: each log.every steps, and before evaluations."""
 
     def after_evaluation(self, step: int, metrics: dict[str, float]) -> object:
-        """Takes the metrics of an evaluation after so many steps."""
+        """Takes the metrics of an evaluation after so many steps.
+
+        With a third parameter `model` it also gets the model as it was evaluated: in evaluation mode, with
+        the averaged weights if the run keeps them, whole on each rank. It may be called, not changed.
+        """
 
     def after_checkpoint(self, step: int, folder: Path) -> object:
         """Takes the folder of a checkpoint that is complete on the disk, and can be copied elsewhere."""
@@ -220,10 +225,33 @@ def _copied(sink: Sink) -> Sink:
     return lambda row: sink(dict(row))
 
 
-def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None = None) -> Sink:
-    """Makes a sink that calls hooks with metrics records, and logs their results to `rows`."""
+def asks_for_model(method: object) -> bool:
+    """True if a hook's `after_evaluation` has a parameter `model`."""
+    try:
+        return callable(method) and "model" in inspect.signature(method).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
+
+
+def any_asks(found: Sequence[tuple[str, Any]]) -> bool:
+    """True if one of the hooks from `find_hooks` asks for the model."""
+    return any(asks_for_model(getattr(one, "after_evaluation", None)) for _, one in found)
+
+
+def hook_sink(
+    hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None = None, model: nn.Module | None = None
+) -> Sink:
+    """Makes a sink that calls hooks with metrics records, and logs their results to `rows`.
+
+    Args:
+        model: What hooks get that ask for it; within `Outputs.shown` they may call it.
+    """
     steps = _calls(hooks, "after_step", config)
-    evaluations = _calls(hooks, "after_evaluation", config)
+    methods = [getattr(one, "after_evaluation", None) for one in hooks]
+    asking = [{"model": model} if asks_for_model(one) else {} for one in methods if callable(one)]
+    evaluations = [
+        (*c, more) for c, more in zip(_calls(hooks, "after_evaluation", config), asking, strict=True)
+    ]
     add = guarded(rows.add, "hooks", config) if rows is not None else lambda *_: None
 
     def take(row: Row) -> None:
@@ -232,7 +260,9 @@ def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None =
             given = [(name, call(dict(row)) or {}) for name, call in steps]
         elif row["kind"] == "eval":
             metrics = {k: v for k, v in row.items() if k not in ("kind", "step", "epoch")}
-            given = [(name, call(row["step"], dict(metrics)) or {}) for name, call in evaluations]
+            given = [
+                (name, call(row["step"], dict(metrics), **more) or {}) for name, call, more in evaluations
+            ]
         if any(values for _, values in given):
             add(row["step"], given)
 
@@ -257,10 +287,10 @@ def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int,
 def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Callable[..., Any]:
     """Wraps a call of user code: errors name it, and end the run or become warnings (hooks.on_error)."""
 
-    def guard(*arguments: Any) -> Any:
+    def guard(*arguments: Any, **named: Any) -> Any:
         try:
             with folder_kept():
-                return call(*arguments)
+                return call(*arguments, **named)
         except StopRun as error:
             if not error.args:
                 error.args = (f"{name} stops the run",)
@@ -287,7 +317,7 @@ def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[tuple
 
 
 def _with_checked_result(call: Callable[..., object]) -> Callable[..., HookResult]:
-    return lambda *arguments: checked(call(*arguments))
+    return lambda *arguments, **named: checked(call(*arguments, **named))
 
 
 def _wants(kind: type) -> str:

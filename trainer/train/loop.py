@@ -80,7 +80,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         best = over = False
         if done == evaluate_at:
             logger.stage(done)
-            best = _evaluate(run, logger)
+            best = _evaluate(run, out)
             over = out_of_patience(run)
             logger.start_clock(done)
             evaluate_at = next_evaluation(recipe.evaluation, plan, done)
@@ -120,8 +120,9 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     return Ending("finished")
 
 
-def _evaluate(run: Run, logger: MetricLogger) -> bool:
+def _evaluate(run: Run, out: Outputs) -> bool:
     """Evaluates, logs the metrics, and returns True if they are the best so far."""
+    logger = out.logger
     enter_phase("evaluation")
     metrics, best = evaluate_run(run)
     enter_phase("logging")
@@ -130,7 +131,8 @@ def _evaluate(run: Run, logger: MetricLogger) -> bool:
         _log_memory(run, logger, "evaluation", freed)
     step = run.state.step
     row: Row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics}
-    logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
+    with out.for_hooks():
+        logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
     enter_phase("evaluation")
     if answered := answers(run):
         logger.emit(answered)
