@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.errors import (
         BadInputError as BadInputError,
         DivergedError as DivergedError,
+        Finish as Finish,
         StopRun as StopRun,
     )
     from trainer.host.limits import read_limits as read_limits
@@ -53,6 +54,7 @@ PUBLIC = {
         "Hook": "train.hooks",
         "HookError": "train.hooks",
         "StopRun": "errors",
+        "Finish": "errors",
         "Sink": "observe.log",
         "Tracker": "runs.tracking.tracker",
     },

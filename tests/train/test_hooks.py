@@ -27,6 +27,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.config.training import HooksConfig
 from trainer.errors import BadInputError, StopRun
+from trainer.runs.manifest import read_stored
 from trainer.train import loop
 from trainer.train.components.task import check_request, make_task
 from trainer.train.hooks import hook_sink
@@ -39,7 +40,7 @@ OWN = dedent("""
     from pathlib import Path
 
     import numpy, torch
-    from trainer import StopRun
+    from trainer import Finish, StopRun
 
     TOLD = Path(__file__).with_name("told.jsonl")
     loaded = []
@@ -108,6 +109,14 @@ OWN = dedent("""
 
     class Some(Watch):
         ranks = "some"
+
+    class Done(Watch):
+        ranks = "all"
+
+        def after_step(self, row):
+            super().after_step(row)
+            if row["step"] >= 4 and os.environ.get("RANK", "0") == os.environ.get("ASKS", "0"):
+                raise Finish("good")
 
     made = Watch()
     number = 3
@@ -275,6 +284,40 @@ def test_one_may_stop_the_run(own: Path, tmp_path: Path) -> None:
     assert (manifest["status"], manifest["reason"]) == ("stopped", "StopRun: well enough, for now")
     assert attempt(tmp_path / "run", with_hooks(own, "Watch")).code == 0
     assert [event[2] for event in told(own, "evaluation")] == [8, 16]
+
+
+def test_one_may_finish_the_run(own: Path, tmp_path: Path) -> None:
+    """It is evaluated there, has final weights, is finished for a second call, and can be verified."""
+    run = tmp_path / "run"
+    recipe = with_hooks(own, "Done", evaluation={"every": "end"})
+    assert attempt(run, recipe).code == 0
+    stored = read_stored(run)
+    assert stored is not None and (stored.status, stored.steps_done) == (
+        "finished",
+        6,
+    )  # the row of 4 is late
+    assert (
+        [row["step"] for row in read_rows(run, ("eval",))] == [6] == [e[2] for e in told(own, "evaluation")]
+    )
+    assert stored.summary["loss"] == read_rows(run, ("eval",))[-1]["loss"]
+    assert len(learned(run)) == 2
+    assert "finished" in attempt(run, recipe).said
+    verified = command(tmp_path, "verify", "run")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_all_ranks_finish_after_the_same_step(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASKS", "1")
+    recipe = small(
+        epochs=400, hooks={"use": [f"{own.name}:Done"]}, data={"micro_batch_size": 4}, ema={"decay": 0}
+    )
+    done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    stored = read_stored(tmp_path / "run")
+    assert stored is not None and stored.status == "finished" and 4 < (stored.steps_done or 0) < 3200
+    assert read_rows(tmp_path / "run", ("eval",))[-1]["step"] == stored.steps_done
 
 
 def test_and_what_stops_it_arrives_in_a_callers_loop(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

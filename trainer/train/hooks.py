@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -25,10 +26,10 @@ from trainer.config.sinks import FILE_SINKS
 from trainer.config.suggest import nearest
 from trainer.config.task_file import source_bytes, source_hash
 from trainer.config.training import HooksConfig, LogConfig, is_place
-from trainer.errors import BadInputError, StopRun, reading
+from trainer.errors import BadInputError, Finish, StopRun, reading
 from trainer.host.files import own_folder, written_whole
 from trainer.host.here import folder_kept, from_here
-from trainer.observe.console import warn
+from trainer.observe.console import say, warn
 from trainer.observe.log import MetricLogger, Row, Sink
 from trainer.observe.rows import PICTURES, why_no_metric
 from trainer.runs.tracking.tracker import plugged, trackers_of
@@ -239,18 +240,23 @@ def any_asks(found: Sequence[tuple[str, Any]]) -> bool:
 
 
 def hook_sink(
-    hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None = None, model: nn.Module | None = None
+    hooks: Sequence[Any],
+    config: HooksConfig,
+    rows: HookRows | None = None,
+    model: nn.Module | None = None,
+    asked: Event | None = None,
 ) -> Sink:
     """Makes a sink that calls hooks with metrics records, and logs their results to `rows`.
 
     Args:
-        model: What hooks get that ask for it; within `Outputs.shown` they may call it.
+        model: What hooks get that ask for it; within `Outputs.for_hooks` they may call it.
+        asked: Set when a hook raises `Finish`.
     """
-    steps = _calls(hooks, "after_step", config)
+    steps = _calls(hooks, "after_step", config, asked)
     methods = [getattr(one, "after_evaluation", None) for one in hooks]
     asking = [{"model": model} if asks_for_model(one) else {} for one in methods if callable(one)]
     evaluations = [
-        (*c, more) for c, more in zip(_calls(hooks, "after_evaluation", config), asking, strict=True)
+        (*c, more) for c, more in zip(_calls(hooks, "after_evaluation", config, asked), asking, strict=True)
     ]
     add = guarded(rows.add, "hooks", config) if rows is not None else lambda *_: None
 
@@ -269,9 +275,11 @@ def hook_sink(
     return take
 
 
-def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int, Path], None] | None:
+def checkpoint_hook(
+    hooks: Sequence[Any], config: HooksConfig, asked: Event | None = None
+) -> Callable[[int, Path], None] | None:
     """Returns a function of step and folder that calls all `after_checkpoint`; None if no hook has one."""
-    calls = _calls(hooks, "after_checkpoint", config)
+    calls = _calls(hooks, "after_checkpoint", config, asked)
 
     def call_all(step: int, folder: Path) -> None:
         for name, call in calls:
@@ -284,13 +292,26 @@ def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int,
     return call_all if calls else None
 
 
-def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Callable[..., Any]:
-    """Wraps a call of user code: errors name it, and end the run or become warnings (hooks.on_error)."""
+def guarded(
+    call: Callable[..., object], name: str, config: HooksConfig, asked: Event | None = None
+) -> Callable[..., Any]:
+    """Wraps a call of user code: errors name it, and end the run or become warnings (hooks.on_error).
+
+    Args:
+        asked: Set by `Finish`, which is no error then; the loop reads it.
+    """
 
     def guard(*arguments: Any, **named: Any) -> Any:
         try:
             with folder_kept():
                 return call(*arguments, **named)
+        except Finish as error:
+            if asked is None:
+                raise
+            if not asked.is_set():
+                say(f"  {name} finishes the run{': ' * bool(str(error))}{error}")
+            asked.set()
+            return None
         except StopRun as error:
             if not error.args:
                 error.args = (f"{name} stops the run",)
@@ -308,11 +329,15 @@ def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Call
     return guard
 
 
-def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[tuple[str, Callable[..., Any]]]:
+def _calls(
+    hooks: Sequence[Any], method: str, config: HooksConfig, asked: Event | None
+) -> list[tuple[str, Callable[..., Any]]]:
     """Returns the guarded calls of a method, each with its name."""
     named = [(f"{type(one).__name__}.{method}", getattr(one, method, None)) for one in hooks]
     return [
-        (name, guarded(_with_checked_result(call), name, config)) for name, call in named if callable(call)
+        (name, guarded(_with_checked_result(call), name, config, asked))
+        for name, call in named
+        if callable(call)
     ]
 
 

@@ -22,8 +22,8 @@ class Ending:
     """End of the loop, equal on every rank.
 
     Attributes:
-        how: finished: after the last step, or by early stopping; stopped: by a signal, or after the step of
-            `stop_after`; anomaly: by a loss or gradient that isn't finite, or a loss spike.
+        how: finished: after the last step, by early stopping, or as a hook asked; stopped: by a signal, or
+            after the step of `stop_after`; anomaly: by a loss or gradient that isn't finite, or a loss spike.
         signal: Number of the signal that stopped the loop; 0 if none did.
         finding: The anomaly that ended the loop, or None.
     """
@@ -60,7 +60,8 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     until = state.step if out_of_patience(run) else until  # an earlier attempt stopped early
     log_every, timed_from = recipe.log.every, state.step + recipe.compile.warm_up
     epoch_ends = plan.next_epoch_end(state.step)
-    evaluate_at = next_evaluation(recipe.evaluation, plan, state.step)
+    evaluated, evaluate_at = -1, next_evaluation(recipe.evaluation, plan, state.step)
+    asked = out.asked.is_set
     consensus = StopConsensus(run.world.control or run.world.group, state.step)
     batches = run.loader(
         run.share.batches(state.step)[: (until - state.step) * run.gradient_accumulation_steps]
@@ -79,6 +80,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
 
         best = over = False
         if done == evaluate_at:
+            evaluated = done
             logger.stage(done)
             best = _evaluate(run, out)
             over = out_of_patience(run)
@@ -93,7 +95,12 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
                 _log_memory(run, logger, "start")
             epoch_ends = plan.next_epoch_end(done)
 
-        agreed = consensus.after(done, requested() or 0, checkpoints.overdue())
+        agreed = consensus.after(done, requested() or 0, checkpoints.overdue(), asked())
+        if agreed.finish and not over and done < run.steps:
+            over = True
+            if evaluated != done:
+                logger.stage(done)
+                _evaluate(run, out)
         last = over or done == run.steps
         stop = not last and (agreed.signal > 0 or done == stop_after)
         if last:  # to extend the run, or to finish it if its final weights can't be written

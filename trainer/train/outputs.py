@@ -4,9 +4,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class Outputs:
         progress_bar: The console, on rank 0; None elsewhere.
         advisor: Names the bottleneck, on rank 0; None elsewhere.
         profile: Profiles some steps, on rank 0; None without --profile.
+        asked: Set when a hook asks to finish.
         for_hooks: Returns the context in which hooks get an evaluation's metrics, on all ranks alike.
     """
 
@@ -89,6 +91,7 @@ class Outputs:
     progress_bar: ProgressBar | None = None
     advisor: Advisor | None = None
     profile: Profile | None = None
+    asked: Event = field(default_factory=Event)
     for_hooks: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def leave(self, status: str, line: str, step: int) -> None:
@@ -141,16 +144,22 @@ def open_outputs(
     folder, config = request.folder, run.recipe.hooks
     found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
     hooks = make_hooks(found, run.world.rank)
-    for_hooks = partial(shown_to_hooks, run) if any_asks(found) else contextlib.nullcontext
+    asked, for_hooks = Event(), partial(shown_to_hooks, run) if any_asks(found) else contextlib.nullcontext
     if run.world.rank:
-        sinks = [hook_sink(hooks, config, model=run.state.model)] if hooks else []
+        sinks = [hook_sink(hooks, config, model=run.state.model, asked=asked)] if hooks else []
         checksums = other_ranks_checksums(run)
         logger = _make_logger(run, sinks, checksums, metric_sources(stack, run))
         row_writer = None
         if run.state.rows is not None and run.state.rows.first:
             row_writer = BackgroundWriter(checkpoints_of(folder), run.recipe.checkpoint.keep, warn)
             stack.callback(row_writer.abandon)
-        return Outputs(logger, Checkpoints(run, row_writer), AnomalyLog(None, run.plan), for_hooks=for_hooks)
+        return Outputs(
+            logger,
+            Checkpoints(run, row_writer),
+            AnomalyLog(None, run.plan),
+            asked=asked,
+            for_hooks=for_hooks,
+        )
     manifest = make_manifest(
         run, request.name, request.command, data, notes, stored, request.begun_from, request.pretrained
     )
@@ -186,10 +195,10 @@ def open_outputs(
         sinks.append(stack.enter_context(_served(folder, run, manifest, writer)))
     logger = _make_logger(run, sinks, checksums, sources)
     if hooks:
-        sinks.append(hook_sink(hooks, config, HookRows(folder, logger), run.state.model))
+        sinks.append(hook_sink(hooks, config, HookRows(folder, logger), run.state.model, asked))
     advisor = _add_advisor(run, logger, sources, profiled=request.profile is not None)
     profile = _open_profile(stack, request, run)
-    written = checkpoint_hook(hooks, config)
+    written = checkpoint_hook(hooks, config, asked)
     checkpoints = Checkpoints(run, writer, manifest.run_id, data, written)
     return Outputs(
         logger,
@@ -205,6 +214,7 @@ def open_outputs(
         progress_bar=progress_bar,
         advisor=advisor,
         profile=profile,
+        asked=asked,
         for_hooks=for_hooks,
     )
 
