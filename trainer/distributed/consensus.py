@@ -2,8 +2,8 @@
 
 A signal may reach one rank alone, and clocks differ, but all ranks must stop after the same step. So every
 few steps one all-reduce (MAX, on the CPU) takes four numbers from each rank: its signal, whether a
-checkpoint is due, whether a hook asked to finish, and its time per step, whose maximum sets the interval on
-every rank. It is started at the end of a step and read at the end of the next, so that hardly any rank waits
+checkpoint is due, its time per step, whose maximum sets the interval on every rank, and whether a hook asked
+to finish. It is started at the end of a step and read at the end of the next, so that hardly any rank waits
 for it.
 """
 
@@ -77,7 +77,7 @@ class StopConsensus:
         per_step = (now - self._clock) / (step - self._last_start_step)
         self._clock, self._last_start_step = now, step
         self._reduced.copy_(
-            torch.tensor([float(signal), float(save), float(finish), per_step], dtype=torch.float64)
+            torch.tensor([float(signal), float(save), per_step, float(finish)], dtype=torch.float64)
         )
         self._under_way = dist.all_reduce(self._reduced, dist.ReduceOp.MAX, self._group, async_op=True)
         # `_long_steps` is equal on every rank: it follows from the last all-reduce.
@@ -92,7 +92,7 @@ class StopConsensus:
         self._under_way.wait()
         enter_phase(before)
         self._under_way = None
-        signal, save, finish, per_step = self._reduced.tolist()
+        signal, save, per_step, finish = self._reduced.tolist()
         self._long_steps = per_step > _LONG_STEP_SECONDS
         self._next_start_step = step + min(_MOST_STEPS, max(1, round(_SECONDS_BETWEEN / max(per_step, 1e-9))))
         return StopDecision(int(signal), save > 0, finish > 0)
