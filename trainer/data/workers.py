@@ -207,15 +207,21 @@ def check_importable(dataset: Dataset, method: str) -> None:
             f"data.start_method={method}: a loader worker imports the script, which would train again in "
             f'line {line}: put that under if __name__ == "__main__":, or set data.workers=0'
         )
-    for thing in (dataset, *getattr(dataset, "user_objects", ())):
+    if name := unimportable(dataset, method):
+        raise BadInputError(
+            f"data.start_method={method}: a loader worker can't import {name} from a task's "
+            "file or a notebook; import it from a module of yours, or set data.workers=0"
+        )
+
+
+def unimportable(dataset: Dataset, method: str) -> str:
+    """Returns the name of a data set's class or function that no loader worker can import, or ""."""
+    for thing in (dataset, *getattr(dataset, "user_objects", ())) if method != "fork" else ():
         module = getattr(thing, "__module__", "")
         notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
-        if method != "fork" and (module.endswith(MAIN) or notebook):
-            name = getattr(thing, "__name__", type(thing).__name__)
-            raise BadInputError(
-                f"data.start_method={method}: a loader worker can't import {name} from a task's "
-                "file or a notebook; import it from a module of yours, or set data.workers=0"
-            )
+        if module.endswith(MAIN) or notebook:
+            return str(getattr(thing, "__name__", type(thing).__name__))
+    return ""
 
 
 def _unguarded_line() -> int | None:
