@@ -8,6 +8,7 @@ of the samples is decided by `sampling.plan`.
 import hashlib
 import random
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ import torch
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Arrays, Field, as_numbers, spread
 from trainer.errors import BadInputError, OwnCodeError
 from trainer.host.here import path_shown
+from trainer.launch.worker import current
 from trainer.rng import Float32, Ints, Purpose, key
 
 _UNIFORMS = 4  # random numbers per sample, of 24 bits each: enough for a seed of 64 bits
 _HASHED = 16  # samples in the fingerprint
 _NAMED = 4  # samples named in a message
 
+_THREADS = ("hang", "IOPub", "Heartbeat", "Control", "IPythonHistorySaving")  # ours, and a notebook's own
 _OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
@@ -291,6 +294,30 @@ def _seed(each: int) -> None:
     # The third word makes the numbers differ from those of random: both are MT19937.
     np.random.seed([each & 0xFFFFFFFF, each >> 32, 1])
     torch.default_generator.manual_seed(each >> 1)
+
+
+def draws_alone() -> bool:
+    """True if no thread lives that may draw from numpy's or Python's global generators, too."""
+    others = [one.name for one in threading.enumerate() if one is not threading.main_thread()]
+    return current() is not None or all(name.startswith(_THREADS) for name in others)
+
+
+class HostGenerators:
+    """numpy's and Python's global generators, which are seeded together; `close` gives their states back."""
+
+    def __init__(self) -> None:
+        """Remembers their states."""
+        self._kept = random.getstate(), np.random.get_state()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds both, as torch's generators are."""
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+
+    def close(self) -> None:
+        """Restores the remembered states."""
+        random.setstate(self._kept[0])
+        np.random.set_state(self._kept[1])
 
 
 @contextmanager

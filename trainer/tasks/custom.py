@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.config.beside import run_file
 from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
+from trainer.data.items import draws_alone, state_kept
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
@@ -47,7 +48,8 @@ class CustomTask(OwnMethods):
         Raises:
             BadInputError: Naming the method that is wrong, and the result that it should give.
         """
-        self.tried = try_task(self)
+        with state_kept() if draws_alone() else nullcontext():
+            self.tried = try_task(self)
 
     def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
         """Tries the optimizer and scheduler that `make` creates for a model; raises as `check` does."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS, spread
-from trainer.data.items import state_kept
+from trainer.data.items import HostGenerators, draws_alone, state_kept
 from trainer.data.loader import is_field_name
 from trainer.errors import BadInputError
 from trainer.models.buffers import few
@@ -314,6 +314,8 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
     batch, losses = _training_batch(task), list[torch.Tensor]()
 
     def loss() -> torch.Tensor:
+        if draws_alone():  # then a run keys them
+            HostGenerators().manual_seed(torch.initial_seed())
         losses.append(task._sum(task._own.loss(model, batch)))
         return losses[-1]
 
@@ -331,7 +333,7 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
             f"{task._source}: in training {outside.differs} differs for the same samples, weights, "
             f"buffers and random numbers{changes}: a resumed run would end with other weights; keep what "
             "changes from step to step in a buffer (task.register_buffer), and draw random numbers from "
-            "torch's default generator"
+            "torch's default generator (numpy's and Python's are keyed only where no other thread lives)"
         )
     if names:
         warn(

@@ -17,6 +17,7 @@ The second rule can be left out (`ruled`), and three causes of a difference can 
 """
 
 import math
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -121,7 +122,10 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             put(model, before)
             if not len(next(iter(batch.fields.values()))):  # padding alone
                 continue
-            torch.default_generator.manual_seed(first + step * len(batches) + number)
+            drawn = first + step * len(batches) + number
+            torch.default_generator.manual_seed(drawn)
+            random.seed(drawn)
+            np.random.seed(drawn % 2**32)
             with (
                 torch.autocast("cpu", mixed) if mixed else nullcontext(),
                 draws_alike() if "random" in still else nullcontext(),
