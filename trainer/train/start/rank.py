@@ -29,9 +29,10 @@ from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.nvml import driver_version
 from trainer.launch.signals import Stopped
-from trainer.launch.worker import cpu_shares, current
+from trainer.launch.worker import cpu_shares, current, interrupt_noted
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
+from trainer.observe.wording import start_word
 from trainer.runs.folder import check_inside, checkpoints_of, lock
 from trainer.runs.manifest import Manifest
 from trainer.runs.report.write import leave_report
@@ -196,7 +197,7 @@ def _attempt(
             detector = AnomalyDetector(recipe.anomaly, run.recent, group, begin, history, len(anomalies))
         detail(f"the loop begins with step {begin + 1}")
         watchdog.start(begin + recipe.compile.warm_up if run.compiled else 0)
-        with memory_explained(run, folder):
+        with memory_explained(run, folder), interrupt_noted():
             ending = train(run, out, detector, stop_after=request.stop_after)
 
         if ending.finding is not None:
@@ -271,6 +272,8 @@ def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: st
     name = signal.Signals(number)
     if step < 0:
         raise Stopped(name, "no checkpoint could be written to resume from")
+    if start_word() == "fit":
+        return f"stopped by Ctrl-C after step {done}; fit with the same settings and its out resumes {where}"
     more = words_to_resume(command)
     return f"stopped by {name.name} after step {done}; the same command resumes {where}{more}"
 
