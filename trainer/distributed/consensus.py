@@ -8,6 +8,7 @@ for it.
 """
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,20 +56,20 @@ class StopConsensus:
         self._reduced = torch.zeros(4, dtype=torch.float64)
         self._under_way: dist.Work | None = None
 
-    def after(self, step: int, signal: int, save: bool, finish: bool = False) -> StopDecision:
+    def after(self, step: int, signal: int, save: bool, asked: Sequence[str] = ()) -> StopDecision:
         """Returns the ranks' decision; to be called by all ranks after every step.
 
         Args:
             step: Number of completed steps.
             signal: Number of a signal that this rank got; 0: none.
             save: True if a periodic checkpoint is due by this rank's clock.
-            finish: True if a hook of this rank asked to finish.
+            asked: Names of this rank's hooks that asked to finish.
 
         Returns:
             The same on every rank; `NOTHING` after steps at which no all-reduce is read.
         """
         if self._group is None:
-            return StopDecision(signal, save, finish) if signal or save or finish else NOTHING
+            return StopDecision(signal, save, bool(asked)) if signal or save or asked else NOTHING
         if self._under_way is not None:
             return self._read(step)
         if step < self._next_start_step:
@@ -77,7 +78,7 @@ class StopConsensus:
         per_step = (now - self._clock) / (step - self._last_start_step)
         self._clock, self._last_start_step = now, step
         self._reduced.copy_(
-            torch.tensor([float(signal), float(save), per_step, float(finish)], dtype=torch.float64)
+            torch.tensor([float(signal), float(save), per_step, float(bool(asked))], dtype=torch.float64)
         )
         self._under_way = dist.all_reduce(self._reduced, dist.ReduceOp.MAX, self._group, async_op=True)
         # `_long_steps` is equal on every rank: it follows from the last all-reduce.

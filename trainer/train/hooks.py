@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
-from threading import Event
 from types import ModuleType
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -244,13 +243,13 @@ def hook_sink(
     config: HooksConfig,
     rows: HookRows | None = None,
     model: nn.Module | None = None,
-    asked: Event | None = None,
+    asked: list[str] | None = None,
 ) -> Sink:
     """Makes a sink that calls hooks with metrics records, and logs their results to `rows`.
 
     Args:
         model: What hooks get that ask for it; within `Outputs.for_hooks` they may call it.
-        asked: Set when a hook raises `Finish`.
+        asked: Gets the names of hooks that raise `Finish`.
     """
     steps = _calls(hooks, "after_step", config, asked)
     methods = [getattr(one, "after_evaluation", None) for one in hooks]
@@ -276,7 +275,7 @@ def hook_sink(
 
 
 def checkpoint_hook(
-    hooks: Sequence[Any], config: HooksConfig, asked: Event | None = None
+    hooks: Sequence[Any], config: HooksConfig, asked: list[str] | None = None
 ) -> Callable[[int, Path], None] | None:
     """Returns a function of step and folder that calls all `after_checkpoint`; None if no hook has one."""
     calls = _calls(hooks, "after_checkpoint", config, asked)
@@ -293,12 +292,12 @@ def checkpoint_hook(
 
 
 def guarded(
-    call: Callable[..., object], name: str, config: HooksConfig, asked: Event | None = None
+    call: Callable[..., object], name: str, config: HooksConfig, asked: list[str] | None = None
 ) -> Callable[..., Any]:
     """Wraps a call of user code: errors name it, and end the run or become warnings (hooks.on_error).
 
     Args:
-        asked: Set by `Finish`, which is no error then; the loop reads it.
+        asked: Gets the name at `Finish`, which is no error then; the loop reads it.
     """
 
     def guard(*arguments: Any, **named: Any) -> Any:
@@ -308,9 +307,9 @@ def guarded(
         except Finish as error:
             if asked is None:
                 raise
-            if not asked.is_set():
+            if not asked:
                 say(f"  {name} finishes the run{': ' * bool(str(error))}{error}")
-            asked.set()
+            asked.append(name)
             return None
         except StopRun as error:
             if not error.args:
@@ -330,7 +329,7 @@ def guarded(
 
 
 def _calls(
-    hooks: Sequence[Any], method: str, config: HooksConfig, asked: Event | None
+    hooks: Sequence[Any], method: str, config: HooksConfig, asked: list[str] | None
 ) -> list[tuple[str, Callable[..., Any]]]:
     """Returns the guarded calls of a method, each with its name."""
     named = [(f"{type(one).__name__}.{method}", getattr(one, method, None)) for one in hooks]

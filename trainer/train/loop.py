@@ -55,13 +55,13 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     Returns:
         How the loop ended.
     """
-    recipe, plan, state, logger, checkpoints = run.recipe, run.plan, run.state, out.logger, out.checkpoints
+    recipe, plan, state = run.recipe, run.plan, run.state
+    logger, checkpoints, asked = out.logger, out.checkpoints, out.asked
     until = run.steps if until is None else until
     until = state.step if out_of_patience(run) else until  # an earlier attempt stopped early
     log_every, timed_from = recipe.log.every, state.step + recipe.compile.warm_up
     epoch_ends = plan.next_epoch_end(state.step)
     evaluated, evaluate_at = -1, next_evaluation(recipe.evaluation, plan, state.step)
-    asked = out.asked.is_set
     consensus = StopConsensus(run.world.control or run.world.group, state.step)
     batches = run.loader(
         run.share.batches(state.step)[: (until - state.step) * run.gradient_accumulation_steps]
@@ -95,7 +95,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
                 _log_memory(run, logger, "start")
             epoch_ends = plan.next_epoch_end(done)
 
-        agreed = consensus.after(done, requested() or 0, checkpoints.overdue(), asked())
+        agreed = consensus.after(done, requested() or 0, checkpoints.overdue(), asked)
         if agreed.finish and not over and done < run.steps:
             over = True
             if evaluated != done:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class Outputs:
         progress_bar: The console, on rank 0; None elsewhere.
         advisor: Names the bottleneck, on rank 0; None elsewhere.
         profile: Profiles some steps, on rank 0; None without --profile.
-        asked: Set when a hook asks to finish.
+        asked: Names of hooks that ask to finish.
         for_hooks: Returns the context in which hooks get an evaluation's metrics, on all ranks alike.
     """
 
@@ -91,7 +90,7 @@ class Outputs:
     progress_bar: ProgressBar | None = None
     advisor: Advisor | None = None
     profile: Profile | None = None
-    asked: Event = field(default_factory=Event)
+    asked: list[str] = field(default_factory=list)
     for_hooks: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def leave(self, status: str, line: str, step: int) -> None:
@@ -144,7 +143,10 @@ def open_outputs(
     folder, config = request.folder, run.recipe.hooks
     found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
     hooks = make_hooks(found, run.world.rank)
-    asked, for_hooks = Event(), partial(shown_to_hooks, run) if any_asks(found) else contextlib.nullcontext
+    asked, for_hooks = (
+        list[str](),
+        partial(shown_to_hooks, run) if any_asks(found) else contextlib.nullcontext,
+    )
     if run.world.rank:
         sinks = [hook_sink(hooks, config, model=run.state.model, asked=asked)] if hooks else []
         checksums = other_ranks_checksums(run)
