@@ -6,13 +6,16 @@ of the samples is decided by `sampling.plan`.
 """
 
 import hashlib
+import pickle
 import random
+import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,8 @@ _UNIFORMS = 4  # random numbers per sample, of 24 bits each: enough for a seed o
 _HASHED = 16  # samples in the fingerprint
 _NAMED = 4  # samples named in a message
 
-_THREADS = ("hang", "IOPub", "Heartbeat", "Control", "IPythonHistorySaving")  # ours, and a notebook's own
+# Whose threads draw from no global generator: ours, and a notebook's own.
+_DRAW_NOTHING = ("trainer", "ipykernel", "IPython", "zmq", "tqdm", "torch", "multiprocessing")
 _OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
@@ -298,8 +302,19 @@ def _seed(each: int) -> None:
 
 def draws_alone() -> bool:
     """True if no thread lives that may draw from numpy's or Python's global generators, too."""
-    others = [one.name for one in threading.enumerate() if one is not threading.main_thread()]
-    return current() is not None or all(name.startswith(_THREADS) for name in others)
+    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    return current() is not None or all(
+        _began_in(frame).partition(".")[0] in _DRAW_NOTHING for frame in others
+    )
+
+
+def _began_in(frame: FrameType | None) -> str:
+    """Returns the module in which a thread began, beside Python's own that starts it."""
+    name = ""
+    while frame is not None:
+        name = found if (found := str(frame.f_globals.get("__name__"))) != "threading" else name
+        frame = frame.f_back
+    return name
 
 
 class HostGenerators:
@@ -313,6 +328,11 @@ class HostGenerators:
         """Seeds both, as torch's generators are."""
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
+
+    def moved(self) -> bool:
+        """True if a number was drawn from one of them since this object was made."""
+        now = random.getstate(), np.random.get_state()
+        return pickle.dumps(now) != pickle.dumps(self._kept)
 
     def close(self) -> None:
         """Restores the remembered states."""

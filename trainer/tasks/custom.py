@@ -20,6 +20,8 @@ from trainer.tasks.custom_trial import initial_weights, try_task, try_updates
 from trainer.tasks.identity import Identity, identity_of
 from trainer.tasks.own_methods import WANTED, OwnMethods, line_of
 
+DRAWS = "draws"  # in `tried`, of a task whose `loss` draws from numpy's or Python's generators
+
 
 class CustomTask(OwnMethods):
     """A task from the user's class, with a trial of its methods before training.
@@ -49,7 +51,8 @@ class CustomTask(OwnMethods):
             BadInputError: Naming the method that is wrong, and the result that it should give.
         """
         with state_kept() if draws_alone() else nullcontext():
-            self.tried = try_task(self)
+            tried = try_task(self)
+        self.tried = {**tried, DRAWS: "numpy or random"} if self.draws_on_host else tried
 
     def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
         """Tries the optimizer and scheduler that `make` creates for a model; raises as `check` does."""

@@ -316,7 +316,9 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
     def loss() -> torch.Tensor:
         if draws_alone():  # then a run keys them
             HostGenerators().manual_seed(torch.initial_seed())
+        before = HostGenerators()
         losses.append(task._sum(task._own.loss(model, batch)))
+        task.draws_on_host |= before.moved()
         return losses[-1]
 
     with _dtypes_explained(model, batch):

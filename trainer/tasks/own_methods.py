@@ -78,6 +78,7 @@ class OwnMethods:
         self.tried: Mapping[str, str] = {}
         self.source_hash = ""
         self.hooks: Any = ()
+        self.draws_on_host = False  # whether `loss` drew from numpy's or Python's generators in the trial
         self.sparse: tuple[str, ...] = ()  # parameters with sparse gradients, once the trial has run
         for name, what in WANTED.items():
             if not callable(getattr(own, name, None)):
