@@ -440,6 +440,11 @@ def test_what_a_loss_draws_from_numpy_and_python_is_keyed() -> None:
         assert torch.equal(one, other)
 
 
+def test_check_keys_them_alike() -> None:
+    report = trainer.check(Masking, only=["plain", "again"])
+    assert [row.verdict for row in report.rows] == ["equal", "equal"]
+
+
 @pytest.mark.usefixtures("here")
 def test_beside_another_thread_it_is_refused() -> None:
     """That may draw from the same generators, which nobody seeds under it."""
