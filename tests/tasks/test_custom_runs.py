@@ -413,7 +413,7 @@ class Masking(Small):
     """As SpecAugment of wav2vec2, which draws from numpy; and from random."""
 
     def loss(self, model: Any, batch: Any) -> Any:
-        factor = 1 + model.training * (np.random.rand() + random.random())
+        factor = 1 + (np.random.rand() + random.random() if model.training else 0)
         return factor * torch.nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch import nn
 
 from trainer.config.beside import run_file
 from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
-from trainer.data.items import draws_alone, state_kept
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
@@ -50,8 +49,7 @@ class CustomTask(OwnMethods):
         Raises:
             BadInputError: Naming the method that is wrong, and the result that it should give.
         """
-        with state_kept() if draws_alone() else nullcontext():
-            tried = try_task(self)
+        tried = try_task(self)
         self.tried = {**tried, DRAWS: "numpy or random"} if self.draws_on_host else tried
 
     def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:

@@ -321,7 +321,7 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
         task.draws_on_host |= before.moved()
         return losses[-1]
 
-    with _dtypes_explained(model, batch):
+    with _dtypes_explained(model, batch), state_kept():
         outside = task._call("loss", outside_of_checkpoint, model, loss, task._own)
     if outside.buffers:
         raise BadInputError(
