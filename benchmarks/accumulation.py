@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.against import Judged, LibraryFailed, NotMeasured, blamed, chosen, print_judged
 from benchmarks.array_task import ArrayTask
 from trainer.config.recipe import Recipe
+from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS
-from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.train.components.run import build

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.data.batch import Batch
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.loader import Batch
 
 
 class ArrayTask:

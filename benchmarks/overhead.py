@@ -31,7 +31,7 @@ from benchmarks.options import add_rounds, at_least_one
 from benchmarks.paired import interleaved, judged, median_interval, one_thread
 from trainer.config.recipe import Recipe
 from trainer.config.training import OptimConfig
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
 from trainer.observe.conditions import conditions

@@ -20,7 +20,7 @@ from benchmarks.array_task import ArrayTask
 from benchmarks.cut_run import BATCH, BATCHES, EPOCHS, FEATURES, RATE, Resumed, Steps, arrays, small_model
 from trainer.checkpoint.store import newest_good, write
 from trainer.config.recipe import Recipe
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.train.components.run import build

@@ -27,7 +27,7 @@ from benchmarks.overhead import logging_to
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.setting import now
 from trainer.config.recipe import Recipe
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling, torch_mode

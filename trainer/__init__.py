@@ -12,12 +12,13 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.commands.check.check import Report as Report, check as check
     from trainer.config.model import ModelConfig as ModelConfig
     from trainer.config.recipe_file import make_recipe as make_recipe
+    from trainer.data.batch import Batch as Batch
     from trainer.data.dataset import Dataset as Dataset, Field as Field
-    from trainer.data.loader import Batch as Batch
     from trainer.distributed.parallel import World as World
     from trainer.errors import (
         BadInputError as BadInputError,
         DivergedError as DivergedError,
+        Finish as Finish,
         StopRun as StopRun,
     )
     from trainer.host.limits import read_limits as read_limits
@@ -45,7 +46,7 @@ PUBLIC = {
     },
     "A custom task": {
         "Task": "tasks",
-        "Batch": "data.loader",
+        "Batch": "data.batch",
         "Dataset": "data.dataset",
         "Field": "data.dataset",
     },
@@ -53,6 +54,7 @@ PUBLIC = {
         "Hook": "train.hooks",
         "HookError": "train.hooks",
         "StopRun": "errors",
+        "Finish": "errors",
         "Sink": "observe.log",
         "Tracker": "runs.tracking.tracker",
     },

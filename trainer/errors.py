@@ -26,6 +26,13 @@ class StopRun(Exception):  # noqa: N818  (a wish, not an error)
     """
 
 
+class Finish(Exception):  # noqa: N818  (a wish, not an error)
+    """A hook raises it to end the run as finished: after this step it is evaluated and its weights are left.
+
+    On several ranks they agree on the step, about a second later.
+    """
+
+
 class OutOfMemory(Exception):  # noqa: N818  (torch's own has that name)
     """Memory ran out: a paragraph that says who holds it and what to do, exit code 1, no traceback."""
 

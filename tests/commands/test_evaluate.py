@@ -22,7 +22,7 @@ from trainer.cli import main
 from trainer.commands.evaluate.details import OfClasses, with_details
 from trainer.commands.evaluate.evaluate import chart, per_class
 from trainer.config.recipe_file import load_recipe
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.tasks.average_precision import average_precision, coco_figures
 from trainer.tasks.sums import classified
 from trainer.train.components.task import make_task

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.toys import make_recipe
 from trainer.data.audio_sets import load_audio
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.data.sources import load_images, open_records
 from trainer.models.gpt import GPT
 from trainer.tasks.classification import Classification

@@ -8,7 +8,7 @@ import yaml
 
 import trainer
 from tests.helpers.hf_models import folder_of
-from tests.helpers.refusals import refusal
+from tests.helpers.refusals import refusal, refused
 from trainer.cli import main, make_parser
 from trainer.config.formats import FORMATS
 from trainer.config.models import HF
@@ -238,3 +238,32 @@ def test_no_number_is_too_large_for_the_checks(value: float) -> None:
                 make_recipe(
                     {"epochs": 1, "task": task, **({section: {name: value}} if section else {name: value})}
                 )
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "epochs"),
+    [
+        ("class Mine:\n    RECIPE = {'epochs': 3}\n    def loss(self): ...", "", 3),
+        (
+            "class Base:\n    RECIPE = {'epochs': 3}\n    def loss(self): ...\nclass Mine(Base): ...",
+            ":Mine",
+            3,
+        ),
+        ("class A:\n    RECIPE = {'epochs': 4}\nclass Mine:\n    def loss(self): ...", "", 30),
+        ("RECIPE = {'epochs': 3}\nclass Mine:\n    RECIPE = RECIPE\n    def loss(self): ...", "", 3),
+        ("RECIPE = {'epochs': 3}\nclass Mine:\n    def loss(self): ...", ":Mine", 3),
+    ],
+)
+def test_a_recipe_in_the_class_counts(tmp_path: Path, text: str, name: str, epochs: int) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    assert read_recipe(f"{file}{name}").get("epochs", 30) == epochs
+
+
+def test_a_recipe_in_class_and_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "RECIPE = {'epochs': 3}\nclass Mine:\n    RECIPE = {'epochs': 4}\n    def loss(self): ..."
+    )
+    with refused(file, "1", "3", "RECIPE"):
+        read_recipe(str(file))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.refusals import refused
 from trainer.config.task_file import modules_beside, source_hash
-from trainer.config.user_file import folders_closed, import_from, is_importable, put_back, run_again, run_file
+from trainer.config.user_file import folders_closed, import_from, is_importable, run_again, run_file
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -159,18 +159,6 @@ def test_another_process_is_sent_what_is_defined_there(tmp_path: Path, method: s
     square = run_file(tmp_path / f"{name}.py").Square()
     with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.map(square, [3]) == [90]
-
-
-def test_a_fork_with_another_path_gets_the_folders_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = list(sys.path)
-    module = run_file(
-        write(tmp_path, task="def late():\n    import net\n    return net.Net.NAME", net=NET.format(1))
-    )
-    monkeypatch.setattr(sys, "path", before)
-    put_back()
-    assert module.late() == 1
 
 
 def test_a_stem_with_a_dot_is_run_but_cannot_be_sent(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ from trainer.data.items import ItemDataset
 from trainer.data.workers import check_importable
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, OwnCodeError
+from trainer.host.limits import Limits
 from trainer.tasks.custom import CustomTask
+from trainer.train.components.loading import choose_loading
 from trainer.train.components.run import build
 from trainer.train.components.task import check_request
 from trainer.train.evaluate import evaluate
@@ -410,6 +412,21 @@ def test_a_file_that_would_shadow_a_module_in_a_worker_is_refused(tmp_path: Path
     check_importable(dataset, "fork")
     with refused("data.start_method=spawn", tmp_path / "queue.py"):
         check_importable(dataset, "spawn")
+
+
+def test_by_default_there_are_no_workers_that_could_not_import_it(tmp_path: Path) -> None:
+    """As of a class in a notebook's cell: one line says so; asked for, they are refused."""
+    (tmp_path / "mine.v2.py").write_text("def mine(sample):\n    return sample")
+    mine = run_file(tmp_path / "mine.v2.py").mine
+    for method, others in (("spawn", 0), ("fork", 1)):
+        task = task_of(transforms=lambda _: mine)
+        chosen = choose_loading(recipe_of(start_method=method), task, Limits(8, 1 << 36, 1 << 30, None), 1)
+        assert (chosen.setting.workers > 0) == bool(others)
+        assert ("mine" in chosen.line) == (not others)
+    asked = choose_loading(
+        recipe_of(start_method="spawn", workers=2), task, Limits(8, 1 << 36, 1 << 30, None), 1
+    )
+    assert asked.setting.workers == 2
 
 
 FILE = """

@@ -7,10 +7,16 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.refusals import refused
+from tests.helpers.toys import make_recipe
+from trainer.commands.check.order import odd_order
 from trainer.config.data import Last
+from trainer.config.recipe import Recipe
+from trainer.config.section import validated
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
 from trainer.errors import BadInputError
 from trainer.rng import Ints, key, keys, permuted, uniforms
+from trainer.train.components.task import make_plan, make_task
 
 pytestmark = pytest.mark.compat
 
@@ -197,6 +203,25 @@ def test_what_has_been_seen_adds_up(plan: Plan) -> None:
     ]
     if plan.last != "cross":
         assert plan.epoch_at(plan.steps) == plan.epochs
+
+
+@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
+def test_without_shuffling_samples_come_in_the_order_of_the_data(last: Last) -> None:
+    """In each epoch, over all ranks together, and so on: what a step has is what a plain loader gives."""
+    data = {"global_batch_size": 8, "micro_batch_size": 4, "last_batch": last, "shuffle": False}
+    recipe = make_recipe(epochs=2, data=data)
+    plan = make_plan(recipe, make_task(recipe))
+    _, sample, weight = plan.read(np.arange(plan.steps * plan.micro_batches))
+    count = plan.samples // 8 * 8 if last == "drop" else plan.samples
+    expected = [*range(count)] * 2
+    read = sample[weight > 0].tolist()
+    assert read[: len(expected)] == expected
+    assert not odd_order(plan)
+
+
+def test_what_draws_is_refused_without_shuffling() -> None:
+    with refused("data.shuffle", "data.class_weights"):
+        validated(Recipe, {"epochs": 1, "data": {"shuffle": False, "class_weights": "balanced"}}, "a")
 
 
 @given(samples=st.integers(1, 100), micro_batch_size=st.integers(1, 16), world=st.integers(1, 5))

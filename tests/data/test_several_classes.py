@@ -19,7 +19,7 @@ from trainer.config.data import DataConfig, EvaluationSetConfig
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.config.tasks import RegularizationConfig
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.data.sources import ImageData, load_images
 from trainer.tasks.classification import Classification
 

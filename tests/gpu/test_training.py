@@ -12,7 +12,8 @@ import torch
 from tests.helpers.toys import make_recipe, rows_to
 from trainer.checkpoint.store import newest_good, write
 from trainer.config.recipe import Recipe
-from trainer.data.loader import Batch, Source, make_loader
+from trainer.data.batch import Batch
+from trainer.data.loader import Source, make_loader
 from trainer.distributed.parallel import World
 from trainer.models.compiling import missing_for_compiling
 from trainer.observe.checksums import Checksums, fingerprints_of

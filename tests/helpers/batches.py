@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from trainer.config.data import LoaderConfig
+from trainer.data.batch import Batch
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.tokens import TOKENS, TokenDataset
-from trainer.data.loader import Batch, Loader, Source
+from trainer.data.loader import Loader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainer.config.recipe import Recipe
+from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
-from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums
 from trainer.observe.log import MetricLogger, Sink, Sources

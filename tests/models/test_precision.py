@@ -13,7 +13,7 @@ from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig, PrecisionConfig
 from trainer.config.recipe import Recipe
 from trainer.config.tasks import RegularizationConfig
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite

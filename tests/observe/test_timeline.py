@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.clock import Clock
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.distributed.parallel import World, gather_rows
 from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock

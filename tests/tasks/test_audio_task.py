@@ -16,9 +16,9 @@ from tests.helpers.refusals import refused
 from tests.helpers.steps import assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe
+from trainer.data.batch import Batch
 from trainer.data.formats.audio import AUDIO
 from trainer.data.formats.records import LABEL
-from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.tasks.audio import Audio
 from trainer.train.components.task import check_request, make_task

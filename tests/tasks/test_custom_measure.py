@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -240,9 +241,9 @@ def adversarial(own: Any, model: nn.Module, batch: Any) -> Any:
     """Takes gradients, and leaves some at the parameters."""
     with torch.enable_grad():
         x = batch.fields["x"].clone().requires_grad_()
-        own.loss(model, batch._replace(fields={**batch.fields, "x": x})).backward()
+        own.loss(model, replace(batch, fields={**batch.fields, "x": x})).backward()
     assert x.grad is not None
-    worse = batch._replace(fields={**batch.fields, "x": x + 0.1 * x.grad.sign()})
+    worse = replace(batch, fields={**batch.fields, "x": x + 0.1 * x.grad.sign()})
     return {"loss": own.loss(model, batch), "attacked": own.loss(model, worse)}
 
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import pickle
+import random
 import re
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +22,7 @@ from torch import nn
 
 import trainer
 from tests.helpers import forked, preloaded
-from tests.helpers.refusals import named
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
 from trainer.cli import main
@@ -351,6 +354,54 @@ class Sparse:
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}
 """
+
+
+class Masking(Small):
+    """As SpecAugment of wav2vec2, which draws from numpy; and from random."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        factor = 1 + (np.random.rand() + random.random() if model.training else 0)
+        return factor * torch.nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
+
+
+@pytest.mark.usefixtures("here")
+def test_what_a_loss_draws_from_numpy_and_python_is_keyed() -> None:
+    """So a run that is resumed has the same bits; and the process has its generators' states back."""
+    settings = {"epochs": 4, "data.global_batch_size": 4, "data.micro_batch_size": 2, "parallel.threads": 1}
+    whole = trainer.fit(Masking, settings)
+    np.random.seed(7)
+    random.seed(7)
+    before = pickle.dumps(np.random.get_state()), random.getstate()
+
+    class Half:
+        def after_step(self, row: dict[str, Any]) -> None:
+            if row["step"] == 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Masking, {**settings, "checkpoint.every": 3}, out="half", hooks=[Half])
+    half = trainer.fit(Masking, {**settings, "checkpoint.every": 3}, out="half")
+    assert (pickle.dumps(np.random.get_state()), random.getstate()) == before
+    assert [row["loss"] for row in half.rows()] == [row["loss"] for row in whole.rows()]
+    for one, other in zip(half.model().parameters(), whole.model().parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_check_keys_them_alike() -> None:
+    report = trainer.check(Masking, only=["plain", "again"])
+    assert [row.verdict for row in report.rows] == ["equal", "equal"]
+
+
+@pytest.mark.usefixtures("here")
+def test_beside_another_thread_it_is_refused() -> None:
+    """That may draw from the same generators, which nobody seeds under it."""
+    end = threading.Event()
+    threading.Thread(target=end.wait).start()
+    try:
+        with refused("Masking", "numpy"):
+            trainer.fit(Masking, {"epochs": 2})
+    finally:
+        end.set()
 
 
 def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

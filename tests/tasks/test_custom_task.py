@@ -24,7 +24,7 @@ from trainer.cli import main
 from trainer.commands.predict.predict import _show
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
 from trainer.train.start import job as start

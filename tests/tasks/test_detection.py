@@ -4,6 +4,7 @@ of ranks, and the embedded recipe learns and goes on with the same bits.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from tests.helpers.world import Ranks
 from trainer.config.data import LoaderConfig
 from trainer.config.model import ModelConfig, PrecisionConfig
 from trainer.config.recipe import Recipe
+from trainer.data.batch import Batch
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL
-from trainer.data.loader import Batch, RingLoader, Source
+from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import evaluation_share
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -375,9 +377,9 @@ def test_padding_is_not_shown_to_torchvisions_models() -> None:
     task, model = task_of(chosen), Counts()
     batch = batch_of(task, range(8))
     assert task.loss(model, batch).item() == pytest.approx(float(batch.fields[COUNT].sum()))
-    weighted = batch._replace(weight=torch.tensor([1.0] * 3 + [0.0] * 5))
+    weighted = replace(batch, weight=torch.tensor([1.0] * 3 + [0.0] * 5))
     assert task.loss(model, weighted).item() == pytest.approx(float(batch.fields[COUNT][:3].sum()))
-    nothing = task.loss(model, batch._replace(weight=torch.zeros(8)))
+    nothing = task.loss(model, replace(batch, weight=torch.zeros(8)))
     nothing.backward()
     assert nothing.item() == 0 and model.weight.grad is not None and not model.weight.grad.any()
 

@@ -22,12 +22,13 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import GPTConfig, LanguageConfig
 from trainer.config.training import OptimConfig
+from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats import documents
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text
 from trainer.data.formats.tokens import TOKENS
-from trainer.data.loader import Batch, ResidentLoader, RingLoader
+from trainer.data.loader import ResidentLoader, RingLoader
 from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits

@@ -15,7 +15,7 @@ from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.config.tasks import RegularizationConfig
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.images import build_model

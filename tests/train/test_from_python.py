@@ -29,9 +29,11 @@ from torch.nn import functional as F
 from tests.helpers import preloaded
 from tests.helpers.refusals import named, refused
 from trainer import fit
+from trainer.checkpoint import CHECKPOINTS
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.latest import MANIFEST
 from trainer.host.limits import allowed_cpus
+from trainer.runs.manifest import read_stored
 
 SETTINGS = {
     "epochs": 1,
@@ -427,6 +429,36 @@ class Whole:
         raise Pruned(1, 2)
 
 
+@pytest.fixture
+def pythons_own_interrupt() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupts(times: int) -> Any:
+    def interrupt() -> None:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+
+    return interrupt
+
+
+@pytest.mark.usefixtures("pythons_own_interrupt")
+def test_the_first_interrupt_saves_and_a_second_does_not_wait(here: Path) -> None:
+    whole = quick(out="whole", epochs=4)
+    for out, times, status in (("once", 1, "stopped"), ("twice", 2, "failed")):
+        with pytest.raises(KeyboardInterrupt):
+            quick(out=out, epochs=4, hooks=[At2(interrupts(times))])
+        stored = read_stored(here / out)
+        assert stored is not None and stored.status == status
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert any((here / out / CHECKPOINTS).glob("step-*")) == (times == 1)
+        again = quick(out=out, epochs=4)
+        for one, other in zip(again.model().parameters(), whole.model().parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("betas", [np.array([0.5, 0.75]), torch.tensor([0.5, 0.75]), (0.5, np.float32(0.75))])
 def test_settings_are_arrays_and_numbers_of_any_library(betas: Any) -> None:
     run = quick(**{"optim.betas": betas, "epochs": np.int64(1)})
@@ -777,6 +809,7 @@ UNGUARDED = """
 import sys
 from tests.train.test_from_python import Points, SETTINGS
 from trainer import fit
+from trainer.checkpoint import CHECKPOINTS
 settings = {{**SETTINGS, "data.workers": 1, "data.resident": False, "data.start_method": "spawn"}}
 fit(Points, settings{out})
 """

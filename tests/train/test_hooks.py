@@ -11,12 +11,14 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.rows import read_rows
+from tests.helpers.small_task import Small
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer import fit
 from trainer.checkpoint import CHECKPOINTS
@@ -25,6 +27,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.config.training import HooksConfig
 from trainer.errors import BadInputError, StopRun
+from trainer.runs.manifest import read_stored
 from trainer.train import loop
 from trainer.train.components.task import check_request, make_task
 from trainer.train.hooks import hook_sink
@@ -37,7 +40,7 @@ OWN = dedent("""
     from pathlib import Path
 
     import numpy, torch
-    from trainer import StopRun
+    from trainer import Finish, StopRun
 
     TOLD = Path(__file__).with_name("told.jsonl")
     loaded = []
@@ -106,6 +109,14 @@ OWN = dedent("""
 
     class Some(Watch):
         ranks = "some"
+
+    class Done(Watch):
+        ranks = "all"
+
+        def after_step(self, row):
+            super().after_step(row)
+            if row["step"] >= 4 and os.environ.get("RANK", "0") == os.environ.get("ASKS", "0"):
+                raise Finish("good")
 
     made = Watch()
     number = 3
@@ -273,6 +284,40 @@ def test_one_may_stop_the_run(own: Path, tmp_path: Path) -> None:
     assert (manifest["status"], manifest["reason"]) == ("stopped", "StopRun: well enough, for now")
     assert attempt(tmp_path / "run", with_hooks(own, "Watch")).code == 0
     assert [event[2] for event in told(own, "evaluation")] == [8, 16]
+
+
+def test_one_may_finish_the_run(own: Path, tmp_path: Path) -> None:
+    """It is evaluated there, has final weights, is finished for a second call, and can be verified."""
+    run = tmp_path / "run"
+    recipe = with_hooks(own, "Done", evaluation={"every": "end"})
+    assert attempt(run, recipe).code == 0
+    stored = read_stored(run)
+    assert stored is not None and (stored.status, stored.steps_done) == (
+        "finished",
+        6,
+    )  # the row of 4 is late
+    assert (
+        [row["step"] for row in read_rows(run, ("eval",))] == [6] == [e[2] for e in told(own, "evaluation")]
+    )
+    assert stored.summary["loss"] == read_rows(run, ("eval",))[-1]["loss"]
+    assert len(learned(run)) == 2
+    assert "finished" in attempt(run, recipe).said
+    verified = command(tmp_path, "verify", "run")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_all_ranks_finish_after_the_same_step(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASKS", "1")
+    recipe = small(
+        epochs=400, hooks={"use": [f"{own.name}:Done"]}, data={"micro_batch_size": 4}, ema={"decay": 0}
+    )
+    done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    stored = read_stored(tmp_path / "run")
+    assert stored is not None and stored.status == "finished" and 4 < (stored.steps_done or 0) < 3200
+    assert read_rows(tmp_path / "run", ("eval",))[-1]["step"] == stored.steps_done
 
 
 def test_and_what_stops_it_arrives_in_a_callers_loop(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,6 +573,45 @@ def test_fit_takes_some(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadInputError, match="hook"):
             fit(line, out="other", hooks=wrong)
     assert not Path("other").exists()
+
+
+class Looking:
+    """It computes a metric itself, by the model that it asks for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def after_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None:  # noqa: ARG002
+        assert not any(one.training for one in model.modules())
+        x, y = torch.arange(10.0).view(5, 2) / 10, torch.arange(10.0).view(5, 2)[:, :1] / 10
+        loss = torch.nn.functional.mse_loss(model[1](x), y)
+        assert not loss.requires_grad
+        model[0](x)  # in evaluation mode nothing moves
+        self.seen.append((float(loss), metrics["loss"]))
+
+
+class Normed(Small):
+    def model(self) -> Any:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        model[0](batch["x"])
+        return torch.nn.functional.mse_loss(model[1](batch["x"]), batch["y"], reduction="sum")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_one_may_ask_for_the_model(tmp_path: Path, decay: float) -> None:
+    """As it was evaluated: with the averaged weights, if the run keeps them; no bit changes."""
+    settings = {"epochs": 4, "ema.decay": decay, "data.global_batch_size": 5, "data.micro_batch_size": 5}
+    settings["parallel.threads"] = 1
+    looking = Looking()
+    with_it = fit(Normed, settings, out=tmp_path / "with", hooks=[looking])
+    without = fit(Normed, settings, out=tmp_path / "without")
+    assert len(looking.seen) > 1
+    for own, told in looking.seen:
+        assert own == pytest.approx(told, rel=1e-6)
+    files = [run.folder / "model.safetensors" for run in (with_it, without)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 FAILS_LATE = """

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.data.sources import load_images
 from trainer.models.compiling import missing_for_compiling
 from trainer.rng import permuted

@@ -23,7 +23,7 @@ from trainer.observe.flops import Count
 from trainer.train.components.memory import describe_model, memory_to_come, top_parts
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
-from trainer.train.evaluate import evaluate
+from trainer.train.evaluate import evaluate, shown_to_hooks
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step
 
@@ -221,6 +221,10 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
         if step == 2:
             arguments = run.evaluation_loader, run.evaluation_share, world, recipe.precision
             metrics.append(evaluate(task, run.state.model, *arguments))
+            with shown_to_hooks(run):  # one rank may call it alone, also several times
+                fields = next(run.evaluation_loader(range(1)))
+                own = [task.measure(run.state.model, fields)["loss"] for _ in range(2 * (world.rank == 0))]
+                assert own[1:] == own[:1] and not run.state.model.training
             kept = [hasattr(one, "to_local") for one in run.state.model.parameters()]
             assert set(kept) == {run.state.rows is not None}, "what it gathered it has let go of"
     whole = {

@@ -112,6 +112,10 @@ class DataConfig(LoaderConfig):
         "cross",
         description="the last step of an epoch: cross into the next epoch, drop it, or weighted (padded)",
     )
+    shuffle: bool = Field(
+        True,
+        description="false: samples in the order of the data, in every epoch, as carried state needs",
+    )
     input_column: str | None = Field(
         None,
         description="column of the images or texts; default: image, or text (hf), or whichever of messages, "
@@ -251,6 +255,14 @@ class DataConfig(LoaderConfig):
             raise ValueError(f"data.mix: sets are files of this machine; copy {urls[0]} here")
         if self.class_weights is not None:
             raise ValueError("data.mix and data.class_weights are two ways to draw; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _draws_are_shuffled(self) -> "DataConfig":
+        if not self.shuffle:
+            for key in ("class_weights", "mix"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"data.shuffle=false: data.{key} draws samples at random; leave one out")
         return self
 
     @model_validator(mode="after")

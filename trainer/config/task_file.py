@@ -35,31 +35,64 @@ def is_own(task: object) -> bool:
 
 
 def custom_task_recipe(task: str) -> dict[str, Any]:
-    """Returns the RECIPE of a task's file, a dict of plain values, without running the file.
+    """Returns the RECIPE of a task's class or file, a dict of plain values, without running the file.
 
     Raises:
-        BadInputError: If the file isn't Python, or RECIPE isn't a dict of plain values.
+        BadInputError: If the file isn't Python, RECIPE isn't a dict of plain values, or there are two.
     """
-    path, _ = split_task(task)
+    path, name = split_task(task)
     text = read_source(path)
     try:
         tree = ast.parse(text, str(path))
     except SyntaxError as error:
         raise BadInputError(f"{path} line {error.lineno}: {error.msg}; mend the syntax") from error
     values: Any = {}
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == "RECIPE" for target in targets):
-            try:
-                values = ast.literal_eval(node.value)  # type: ignore[attr-defined]
-            except (ValueError, TypeError) as error:
-                raise BadInputError(
-                    f"{path} line {node.lineno}: RECIPE is read before the file is run: plain numbers and "
-                    "words only, no names and no calls"
-                ) from error
+    of_file, of_class = _recipe_in(tree), _recipe_of_class(tree, name)
+    if of_class is not None and ast.unparse(of_class) == "RECIPE":  # class Mine: RECIPE = RECIPE
+        of_class = None
+    if of_file is not None and of_class is not None and ast.dump(of_file) != ast.dump(of_class):
+        raise BadInputError(
+            f"{path} line {of_class.lineno}: RECIPE is in the class and in line {of_file.lineno}; keep one"
+        )
+    if (node := of_class or of_file) is not None:
+        try:
+            values = ast.literal_eval(node)
+        except (ValueError, TypeError) as error:
+            raise BadInputError(
+                f"{path} line {node.lineno}: RECIPE is read before the file is run: plain numbers and "
+                "words only, no names and no calls"
+            ) from error
     if not isinstance(values, dict):
         raise BadInputError(f'{path}: RECIPE is a dict such as {{"epochs": 5}}, not {type(values).__name__}')
     return {**values, "task": str(Path(task).absolute())}
+
+
+def _recipe_in(body: ast.Module | ast.ClassDef) -> ast.expr | None:
+    """Returns what is assigned to RECIPE in a module or class, without what is within its own parts."""
+    found: ast.expr | None = None
+    for node in body.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "RECIPE" for target in targets):
+            found = getattr(node, "value", None)
+    return found
+
+
+def _recipe_of_class(tree: ast.Module, name: str) -> ast.expr | None:
+    """Returns the RECIPE of the class of this name, or of its bases; without a name, of the only task."""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def lineage(node: ast.ClassDef) -> list[ast.ClassDef]:
+        bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
+        return [node, *(one for base in bases if base is not node for one in lineage(base))]
+
+    def is_task(node: ast.ClassDef) -> bool:
+        parts = [part for one in lineage(node) for part in one.body]
+        return any(isinstance(part, ast.FunctionDef) and part.name == "loss" for part in parts)
+
+    tasks = [classes[name]] if name in classes else [one for one in classes.values() if is_task(one)]
+    if len(tasks) != 1:
+        return None
+    return next((found for one in lineage(tasks[0]) if (found := _recipe_in(one)) is not None), None)
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -133,12 +133,6 @@ def shadowing() -> str:
     return found[0] if found else ""
 
 
-def put_back() -> None:
-    """Puts open folders on `sys.path` that aren't there: a rank that is a fork begins with its launcher's."""
-    for opened in _open.values():
-        sys.path[:0] = [one for one in opened.entries if one not in sys.path]
-
-
 def folder_of(module: str) -> str:
     """Returns the open folder of a user's file, or of a module that it imported from there; else ""."""
     loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)

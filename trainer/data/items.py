@@ -6,12 +6,16 @@ of the samples is decided by `sampling.plan`.
 """
 
 import hashlib
+import pickle
 import random
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,12 +25,15 @@ import torch
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Arrays, Field, as_numbers, spread
 from trainer.errors import BadInputError, OwnCodeError
 from trainer.host.here import path_shown
+from trainer.launch.worker import current
 from trainer.rng import Float32, Ints, Purpose, key
 
 _UNIFORMS = 4  # random numbers per sample, of 24 bits each: enough for a seed of 64 bits
 _HASHED = 16  # samples in the fingerprint
 _NAMED = 4  # samples named in a message
 
+# Whose threads draw from no global generator: ours, and a notebook's own.
+_DRAW_NOTHING = ("trainer", "ipykernel", "IPython", "zmq", "tqdm", "torch", "multiprocessing")
 _OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
@@ -291,6 +298,46 @@ def _seed(each: int) -> None:
     # The third word makes the numbers differ from those of random: both are MT19937.
     np.random.seed([each & 0xFFFFFFFF, each >> 32, 1])
     torch.default_generator.manual_seed(each >> 1)
+
+
+def draws_alone() -> bool:
+    """True if no thread lives that may draw from numpy's or Python's global generators, too."""
+    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    return current() is not None or all(
+        _began_in(frame).partition(".")[0] in _DRAW_NOTHING for frame in others
+    )
+
+
+def _began_in(frame: FrameType | None) -> str:
+    """Returns the module in which a thread began, beside Python's own that starts it."""
+    name = ""
+    while frame is not None:
+        name = found if (found := str(frame.f_globals.get("__name__"))) != "threading" else name
+        frame = frame.f_back
+    return name
+
+
+class HostGenerators:
+    """numpy's and Python's global generators, which are seeded together; `close` gives their states back."""
+
+    def __init__(self) -> None:
+        """Remembers their states."""
+        self._kept = random.getstate(), np.random.get_state()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds both, as torch's generators are."""
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+
+    def moved(self) -> bool:
+        """True if a number was drawn from one of them since this object was made."""
+        now = random.getstate(), np.random.get_state()
+        return pickle.dumps(now) != pickle.dumps(self._kept)
+
+    def close(self) -> None:
+        """Restores the remembered states."""
+        random.setstate(self._kept[0])
+        np.random.set_state(self._kept[1])
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset as TorchDataset
 
 from trainer.config.data import LoaderConfig
 from trainer.data import dataset as data
+from trainer.data.batch import Batch
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
@@ -51,25 +52,6 @@ _WEIGHT, _UNIFORM = "\0weight", "\0uniform"
 def is_field_name(name: object) -> bool:
     """True if a field may have this name: text without a zero byte, which the loader's own names have."""
     return isinstance(name, str) and "\0" not in name
-
-
-class Batch(NamedTuple):
-    """One micro-batch on its device.
-
-    Attributes:
-        fields: A tensor (micro_batch_size, *shape) for each field of the data set.
-        weight: float32 (micro_batch_size,), 0 for padding; None if batches are never padded.
-        uniform: float32 (micro_batch_size, n) in [0, 1), keyed by sample and epoch, for the augmentation;
-            None if none was requested.
-        num_items: Samples or valid tokens that the loss of this micro-batch is a sum over.
-        longest: Most items, or greatest length, of a sample; a host number, as `num_items`. 0: unknown.
-    """
-
-    fields: Mapping[str, torch.Tensor]
-    weight: torch.Tensor | None
-    uniform: torch.Tensor | None
-    num_items: int
-    longest: int = 0
 
 
 class NumItems(NamedTuple):

@@ -217,13 +217,19 @@ def check_importable(dataset: Dataset, method: str) -> None:
             f"data.start_method={method}: a loader worker would import {file} in place of the module of that "
             "name that this process has; rename the file, or set data.workers=0"
         )
-    for thing in (dataset, *getattr(dataset, "user_objects", ())):
-        if method != "fork" and not is_importable(getattr(thing, "__module__", "")):
-            name = getattr(thing, "__name__", type(thing).__name__)
-            raise BadInputError(
-                f"data.start_method={method}: a loader worker can't import {name} from a notebook, or from a "
-                "file with a dot in its stem; import it from a module of yours, or set data.workers=0"
-            )
+    if name := unimportable(dataset, method):
+        raise BadInputError(
+            f"data.start_method={method}: a loader worker can't import {name} from a notebook, or from a "
+            "file with a dot in its stem; import it from a module of yours, or set data.workers=0"
+        )
+
+
+def unimportable(dataset: Dataset, method: str) -> str:
+    """Returns the name of a data set's class or function that no loader worker can import, or ""."""
+    for thing in (dataset, *getattr(dataset, "user_objects", ())) if method != "fork" else ():
+        if not is_importable(getattr(thing, "__module__", "")):
+            return str(getattr(thing, "__name__", type(thing).__name__))
+    return ""
 
 
 def _unguarded_line() -> int | None:

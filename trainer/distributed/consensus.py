@@ -1,12 +1,14 @@
-"""Consensus of the ranks, about once a second: whether to stop, and whether to write a checkpoint.
+"""Consensus of the ranks, about once a second: whether to stop or finish, and to write a checkpoint.
 
 A signal may reach one rank alone, and clocks differ, but all ranks must stop after the same step. So every
-few steps one all-reduce (MAX, on the CPU) takes three numbers from each rank: its signal, whether a
-checkpoint is due, and its time per step, whose maximum sets the interval on every rank. It is
-started at the end of a step and read at the end of the next, so that hardly any rank waits for it.
+few steps one all-reduce (MAX, on the CPU) takes four numbers from each rank: its signal, whether a
+checkpoint is due, its time per step, whose maximum sets the interval on every rank, and whether a hook asked
+to finish. It is started at the end of a step and read at the end of the next, so that hardly any rank waits
+for it.
 """
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,10 +29,12 @@ class StopDecision(NamedTuple):
     Attributes:
         signal: Number of the signal that asks for a stop, the highest of all ranks'; 0: none.
         save: True if a periodic checkpoint is due on any rank.
+        finish: True if a hook of any rank asked to finish.
     """
 
     signal: int
     save: bool
+    finish: bool = False
 
 
 NOTHING = StopDecision(0, False)
@@ -49,22 +53,23 @@ class StopConsensus:
         self._group = group
         self._last_start_step, self._next_start_step = step, step + 1
         self._clock = time.monotonic()
-        self._reduced = torch.zeros(3, dtype=torch.float64)
+        self._reduced = torch.zeros(4, dtype=torch.float64)
         self._under_way: dist.Work | None = None
 
-    def after(self, step: int, signal: int, save: bool) -> StopDecision:
+    def after(self, step: int, signal: int, save: bool, asked: Sequence[str] = ()) -> StopDecision:
         """Returns the ranks' decision; to be called by all ranks after every step.
 
         Args:
             step: Number of completed steps.
             signal: Number of a signal that this rank got; 0: none.
             save: True if a periodic checkpoint is due by this rank's clock.
+            asked: Names of this rank's hooks that asked to finish.
 
         Returns:
             The same on every rank; `NOTHING` after steps at which no all-reduce is read.
         """
         if self._group is None:
-            return StopDecision(signal, save) if signal or save else NOTHING
+            return StopDecision(signal, save, bool(asked)) if signal or save or asked else NOTHING
         if self._under_way is not None:
             return self._read(step)
         if step < self._next_start_step:
@@ -72,7 +77,9 @@ class StopConsensus:
         now = time.monotonic()
         per_step = (now - self._clock) / (step - self._last_start_step)
         self._clock, self._last_start_step = now, step
-        self._reduced.copy_(torch.tensor([float(signal), float(save), per_step], dtype=torch.float64))
+        self._reduced.copy_(
+            torch.tensor([float(signal), float(save), per_step, float(bool(asked))], dtype=torch.float64)
+        )
         self._under_way = dist.all_reduce(self._reduced, dist.ReduceOp.MAX, self._group, async_op=True)
         # `_long_steps` is equal on every rank: it follows from the last all-reduce.
         return self._read(step) if self._long_steps else NOTHING
@@ -86,7 +93,7 @@ class StopConsensus:
         self._under_way.wait()
         enter_phase(before)
         self._under_way = None
-        signal, save, per_step = self._reduced.tolist()
+        signal, save, per_step, finish = self._reduced.tolist()
         self._long_steps = per_step > _LONG_STEP_SECONDS
         self._next_start_step = step + min(_MOST_STEPS, max(1, round(_SECONDS_BETWEEN / max(per_step, 1e-9))))
-        return StopDecision(int(signal), save > 0)
+        return StopDecision(int(signal), save > 0, finish > 0)

@@ -330,6 +330,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """A context in which each rank has a sharded model whole, so that one may call it alone; collective.
+
+    To be opened within `evaluating`, which gives the memory back.
+    """
+    sharded: list[Any] = [one for one in model.modules() if hasattr(one, "set_reshard_after_forward")]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in sharded:
+        module.set_reshard_after_forward(module is not model, recurse=False)  # as torch begins
+
+
 def own_part(
     rows: Rows, shapes: Mapping[str, Sequence[int]], saved: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, dict[str, torch.Tensor]]:

@@ -1,4 +1,6 @@
-"""Signals that ask for a stop. Only this module sets handlers (and `cli.main`, for Ctrl-C); who takes which:
+"""Signals that ask for a stop. Only this module sets handlers (for Ctrl-C `cli.main` and `worker`, too).
+
+Who takes which:
 
 | who | SIGTERM, SIGUSR1 | SIGINT (Ctrl-C) | SIGHUP |
 |---|---|---|---|
@@ -8,6 +10,7 @@
 | what the launcher starts, until it can: `blocked` | waits | waits | waits |
 | a rank that prepares: `Worker.prepares` | ends it: 75 if it can resume, else 1 | the same | the same |
 | a rank that trains: `StopFlag` | asks for a stop | the same; the second ends it | asks for a stop |
+| `fit`: `worker.interrupt_noted` | the caller's | asks for a stop; the second: the caller's | the caller's |
 | a rank's forks: `leave_to_rank` | SIGTERM ends it | ignored | ignored |
 | a rank whose `Worker` is closed | waits: its exit code is decided | waits | waits |
 | `data`, `export`: `unwound` | SIGTERM is an exception | an exception | an exception |

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,7 @@ _PR_SET_PDEATHSIG = 1
 _ADDED = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 _current: "Worker | None" = None
+_interrupted: signal.Signals | None = None  # of fit
 _dumps = False  # whether faulthandler waits
 _held = list[object]()
 atexit.register(_held.clear)
@@ -225,8 +226,37 @@ def current() -> Worker | None:
 
 
 def requested() -> signal.Signals | None:
-    """Returns the first signal that asked this process to stop, or None; always None where it is no rank."""
-    return None if _current is None else _current.requested
+    """Returns the first signal that asked this process to stop, or None."""
+    return _interrupted if _current is None else _current.requested
+
+
+@contextlib.contextmanager
+def interrupt_noted() -> Iterator[None]:
+    """A context in which the first Ctrl-C of a caller of `fit` asks for a stop; a second one is Python's own.
+
+    Outside of the main thread, in a rank, and beside a handler of the user's nothing changes.
+    """
+    global _interrupted  # noqa: PLW0603
+    in_main = threading.current_thread() is threading.main_thread()
+    if (
+        _current is not None
+        or not in_main
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+
+    def note(*_: object) -> None:
+        global _interrupted  # noqa: PLW0603
+        _interrupted = signal.SIGINT
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _interrupted = None
 
 
 def note_signals() -> None:

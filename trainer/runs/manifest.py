@@ -237,6 +237,12 @@ class Manifest(BaseModel):
         """Step at which the run ended, if it has final weights; else the planned one."""
         return self.steps_done if self.weights and self.steps_done else self.planned_steps
 
+    @property
+    def finished_by_hook(self) -> bool:
+        """True if a hook ended the run by `Finish`: a replay calls none, so it doesn't know where."""
+        early = self.steps_done is not None and self.steps_done < self.planned_steps
+        return self.status == "finished" and early and not self.out_of_patience
+
     def foreign(self, state: Mapping[str, Any]) -> str | None:
         """Returns the reason why a checkpoint with this state isn't one of this run, or None."""
         if (run_id := state.get("run_id")) != self.run_id:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trainer.config.data import DataConfig
+from trainer.data.batch import Batch
 from trainer.data.dataset import Dataset
-from trainer.data.loader import Batch
 
 
 class Task(Protocol):

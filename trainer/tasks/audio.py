@@ -13,10 +13,10 @@ from trainer.config.models import opens
 from trainer.config.registry import named
 from trainer.config.tasks import AudioConfig
 from trainer.data.audio_sets import AudioData, load_audio, more_audio
+from trainer.data.batch import Batch
 from trainer.data.dataset import Dataset
 from trainer.data.formats.audio import AUDIO
 from trainer.data.formats.records import LABEL
-from trainer.data.loader import Batch
 from trainer.data.sources import check_alike
 from trainer.tasks.sums import classified, cross_entropy
 

@@ -10,9 +10,9 @@ from typing_extensions import assert_never
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import RegularizationConfig
+from trainer.data.batch import Batch
 from trainer.data.dataset import Dataset
 from trainer.data.formats.records import LABEL
-from trainer.data.loader import Batch
 from trainer.data.sources import IMAGE, check_alike, load_images, more_images
 from trainer.errors import BadInputError
 from trainer.models.images import build_model

@@ -11,13 +11,15 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
-from trainer.config.user_file import put_back, run_again, run_file
+from trainer.config.user_file import run_again, run_file
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
 from trainer.tasks.custom_trial import initial_weights, try_task, try_updates
 from trainer.tasks.identity import Identity, identity_of
 from trainer.tasks.own_methods import WANTED, OwnMethods, line_of
+
+DRAWS = "draws"  # in `tried`, of a task whose `loss` draws from numpy's or Python's generators
 
 
 class CustomTask(OwnMethods):
@@ -47,7 +49,8 @@ class CustomTask(OwnMethods):
         Raises:
             BadInputError: Naming the method that is wrong, and the result that it should give.
         """
-        self.tried = try_task(self)
+        tried = try_task(self)
+        self.tried = {**tried, DRAWS: "numpy or random"} if self.draws_on_host else tried
 
     def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
         """Tries the optimizer and scheduler that `make` creates for a model; raises as `check` does."""
@@ -55,7 +58,6 @@ class CustomTask(OwnMethods):
 
     def anew(self) -> "CustomTask":
         """Returns the task of a new object of the same class: what a trial left in the old one is gone."""
-        put_back()
         task = _made(type(self._own), self._source, self.source_hash, self.hooks, self.identity)
         task.tried, task.remake = self.tried, self.remake
         return task

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS, spread
-from trainer.data.items import state_kept
-from trainer.data.loader import Batch, is_field_name
+from trainer.data.items import HostGenerators, draws_alone, state_kept
+from trainer.data.loader import is_field_name
 from trainer.errors import BadInputError
 from trainer.models.buffers import few
 from trainer.models.modes import begin_training, in_evaluation_mode
@@ -313,10 +314,14 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
     batch, losses = _training_batch(task), list[torch.Tensor]()
 
     def loss() -> torch.Tensor:
+        if draws_alone():  # then a run keys them
+            HostGenerators().manual_seed(torch.initial_seed())
+        before = HostGenerators()
         losses.append(task._sum(task._own.loss(model, batch)))
+        task.draws_on_host |= before.moved()
         return losses[-1]
 
-    with _dtypes_explained(model, batch):
+    with _dtypes_explained(model, batch), state_kept():
         outside = task._call("loss", outside_of_checkpoint, model, loss, task._own)
     if outside.buffers:
         raise BadInputError(
@@ -330,7 +335,7 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
             f"{task._source}: in training {outside.differs} differs for the same samples, weights, "
             f"buffers and random numbers{changes}: a resumed run would end with other weights; keep what "
             "changes from step to step in a buffer (task.register_buffer), and draw random numbers from "
-            "torch's default generator"
+            "torch's default generator (numpy's and Python's are keyed only where no other thread lives)"
         )
     if names:
         warn(

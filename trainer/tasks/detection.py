@@ -10,6 +10,7 @@ from torch import nn
 from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import DetectionConfig
+from trainer.data.batch import Batch
 from trainer.data.dataset import Dataset
 from trainer.data.formats.boxes import (
     AREA,
@@ -26,7 +27,6 @@ from trainer.data.formats.boxes import (
 )
 from trainer.data.formats.labels import quoted
 from trainer.data.formats.records import reading_of
-from trainer.data.loader import Batch
 from trainer.data.sources import check_alike, check_folder
 from trainer.errors import BadInputError
 from trainer.models.detection import cell_centers, detections, make_detector, tiny_losses

@@ -18,6 +18,7 @@ from trainer.config.model import ModelConfig
 from trainer.config.models import HF, opens
 from trainer.config.registry import named
 from trainer.config.tasks import LanguageConfig
+from trainer.data.batch import Batch
 from trainer.data.builtin.stdlib import stdlib_text
 from trainer.data.dataset import LENGTH, NUM_ITEMS, ArrayDataset, Arrays, Dataset
 from trainer.data.formats.arrow import arrow_text, split_text, splits
@@ -35,7 +36,6 @@ from trainer.data.formats.text import (
 )
 from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets
-from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
 from trainer.errors import BadInputError

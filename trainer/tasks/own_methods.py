@@ -3,6 +3,7 @@
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -12,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, as_numbers
 from trainer.data.items import ArrayItems, ItemDataset, is_items
-from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.observe.rows import is_name
 from trainer.optim.own import Scheduler
@@ -77,6 +78,7 @@ class OwnMethods:
         self.tried: Mapping[str, str] = {}
         self.source_hash = ""
         self.hooks: Any = ()
+        self.draws_on_host = False  # whether `loss` drew from numpy's or Python's generators in the trial
         self.sparse: tuple[str, ...] = ()  # parameters with sparse gradients, once the trial has run
         for name, what in WANTED.items():
             if not callable(getattr(own, name, None)):
@@ -324,10 +326,10 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
     ragged = NUM_ITEMS in dataset.fields
     count = int((batch.weight > 0).sum()) if ragged else batch.num_items // dataset.num_items
     if count in (0, len(batch.weight)):
-        return batch._replace(weight=None), not count
+        return replace(batch, weight=None), not count
     fields = {name: value[:count] for name, value in batch.fields.items()}
     uniform = None if batch.uniform is None else batch.uniform[:count]
-    return batch._replace(fields=fields, weight=None, uniform=uniform), False
+    return replace(batch, fields=fields, weight=None, uniform=uniform), False
 
 
 def _names(own: Any, attribute: str, source: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 
 
 class Metric(NamedTuple):

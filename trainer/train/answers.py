@@ -1,20 +1,17 @@
 """Answers of a chat model to fixed prompts, at each evaluation."""
 
 import time
-from contextlib import nullcontext
 from itertools import takewhile
 
 import torch
 
-from trainer.distributed.sharding import evaluating
 from trainer.models.gpt import cut_after, generated, room_after
 from trainer.models.hf_files import end_tokens
-from trainer.models.modes import in_evaluation_mode
-from trainer.models.precision import autocast
 from trainer.observe.console import warn
 from trainer.observe.log import Row
 from trainer.observe.phases import heartbeat
 from trainer.tasks.conversations import prompt_tokens
+from trainer.train.evaluate import as_evaluated
 from trainer.train.state import Run
 
 
@@ -33,12 +30,7 @@ def answers(run: Run) -> Row | None:
         return None
     began, ends = time.perf_counter(), end_tokens(run.recipe.model.name, chat.eos, chat.turn_end)
     found = dict[str, str]()
-    with (
-        nullcontext() if state.average is None else state.average.in_place(),
-        in_evaluation_mode(state.model),
-        evaluating(state.model),
-        autocast(run.recipe.precision, run.world.device),
-    ):
+    with as_evaluated(run):
         for prompt in config.prompts:
             begun = torch.from_numpy(prompt_tokens(chat, prompt, "language.prompts")).to(run.world.device)
             room = room_after(state.model, len(begun), config.answer_tokens)

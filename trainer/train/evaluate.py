@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ from trainer.config.training import MAIN_SET, EvaluationConfig
 from trainer.data.loader import Loader
 from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks, words_of_ranks
-from trainer.distributed.sharding import evaluating
+from trainer.distributed.sharding import evaluating, gathered
 from trainer.errors import BadInputError
 from trainer.models.modes import in_evaluation_mode
 from trainer.models.precision import autocast
@@ -59,6 +59,27 @@ def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
         state.best = (score, state.step)
     state.no_better = 0 if best else state.no_better + 1
     return metrics, best
+
+
+@contextmanager
+def as_evaluated(run: Run) -> Iterator[None]:
+    """A context in which a run's model is as an evaluation has it: averaged weights, evaluation mode."""
+    state = run.state
+    with (
+        nullcontext() if state.average is None else state.average.in_place(),
+        in_evaluation_mode(state.model),
+        evaluating(state.model),
+        autocast(run.recipe.precision, run.world.device),
+    ):
+        yield
+
+
+@contextmanager
+def shown_to_hooks(run: Run) -> Iterator[None]:
+    """A context in which hooks of any rank may call a run's model; collective if it is sharded."""
+    with as_evaluated(run), gathered(run.state.model):
+        yield
+    run.state.statistics.restore()
 
 
 def in_set(name: str, metric: str) -> str:

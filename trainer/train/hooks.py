@@ -16,16 +16,17 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from trainer.config.sinks import FILE_SINKS
 from trainer.config.suggest import nearest
 from trainer.config.task_file import source_bytes
 from trainer.config.training import HooksConfig, LogConfig, is_place
 from trainer.config.user_file import import_from, run_file
-from trainer.errors import BadInputError, StopRun, reading
+from trainer.errors import BadInputError, Finish, StopRun, reading
 from trainer.host.files import own_folder, written_whole
 from trainer.host.here import folder_kept, from_here
-from trainer.observe.console import warn
+from trainer.observe.console import say, warn
 from trainer.observe.log import MetricLogger, Row, Sink
 from trainer.observe.rows import PICTURES, why_no_metric
 from trainer.runs.tracking.tracker import plugged, trackers_of
@@ -49,7 +50,11 @@ class Hook(Protocol):
         """Takes a metrics record: each log.every steps, and before evaluations."""
 
     def after_evaluation(self, step: int, metrics: dict[str, float]) -> object:
-        """Takes the metrics of an evaluation after so many steps."""
+        """Takes the metrics of an evaluation after so many steps.
+
+        With a third parameter `model` it also gets the model as it was evaluated: in evaluation mode, with
+        the averaged weights if the run keeps them, whole on each rank. It may be called, not changed.
+        """
 
     def after_checkpoint(self, step: int, folder: Path) -> object:
         """Takes the folder of a checkpoint that is complete on the disk, and can be copied elsewhere."""
@@ -218,10 +223,38 @@ def _copied(sink: Sink) -> Sink:
     return lambda row: sink(dict(row))
 
 
-def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None = None) -> Sink:
-    """Makes a sink that calls hooks with metrics records, and logs their results to `rows`."""
-    steps = _calls(hooks, "after_step", config)
-    evaluations = _calls(hooks, "after_evaluation", config)
+def asks_for_model(method: object) -> bool:
+    """True if a hook's `after_evaluation` has a parameter `model`."""
+    try:
+        return callable(method) and "model" in inspect.signature(method).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
+
+
+def any_asks(found: Sequence[tuple[str, Any]]) -> bool:
+    """True if one of the hooks from `find_hooks` asks for the model."""
+    return any(asks_for_model(getattr(one, "after_evaluation", None)) for _, one in found)
+
+
+def hook_sink(
+    hooks: Sequence[Any],
+    config: HooksConfig,
+    rows: HookRows | None = None,
+    model: nn.Module | None = None,
+    asked: list[str] | None = None,
+) -> Sink:
+    """Makes a sink that calls hooks with metrics records, and logs their results to `rows`.
+
+    Args:
+        model: What hooks get that ask for it; within `Outputs.for_hooks` they may call it.
+        asked: Gets the names of hooks that raise `Finish`.
+    """
+    steps = _calls(hooks, "after_step", config, asked)
+    methods = [getattr(one, "after_evaluation", None) for one in hooks]
+    asking = [{"model": model} if asks_for_model(one) else {} for one in methods if callable(one)]
+    evaluations = [
+        (*c, more) for c, more in zip(_calls(hooks, "after_evaluation", config, asked), asking, strict=True)
+    ]
     add = guarded(rows.add, "hooks", config) if rows is not None else lambda *_: None
 
     def take(row: Row) -> None:
@@ -230,16 +263,20 @@ def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None =
             given = [(name, call(dict(row)) or {}) for name, call in steps]
         elif row["kind"] == "eval":
             metrics = {k: v for k, v in row.items() if k not in ("kind", "step", "epoch")}
-            given = [(name, call(row["step"], dict(metrics)) or {}) for name, call in evaluations]
+            given = [
+                (name, call(row["step"], dict(metrics), **more) or {}) for name, call, more in evaluations
+            ]
         if any(values for _, values in given):
             add(row["step"], given)
 
     return take
 
 
-def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int, Path], None] | None:
+def checkpoint_hook(
+    hooks: Sequence[Any], config: HooksConfig, asked: list[str] | None = None
+) -> Callable[[int, Path], None] | None:
     """Returns a function of step and folder that calls all `after_checkpoint`; None if no hook has one."""
-    calls = _calls(hooks, "after_checkpoint", config)
+    calls = _calls(hooks, "after_checkpoint", config, asked)
 
     def call_all(step: int, folder: Path) -> None:
         for name, call in calls:
@@ -252,13 +289,26 @@ def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int,
     return call_all if calls else None
 
 
-def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Callable[..., Any]:
-    """Wraps a call of user code: errors name it, and end the run or become warnings (hooks.on_error)."""
+def guarded(
+    call: Callable[..., object], name: str, config: HooksConfig, asked: list[str] | None = None
+) -> Callable[..., Any]:
+    """Wraps a call of user code: errors name it, and end the run or become warnings (hooks.on_error).
 
-    def guard(*arguments: Any) -> Any:
+    Args:
+        asked: Gets the name at `Finish`, which is no error then; the loop reads it.
+    """
+
+    def guard(*arguments: Any, **named: Any) -> Any:
         try:
             with folder_kept():
-                return call(*arguments)
+                return call(*arguments, **named)
+        except Finish as error:
+            if asked is None:
+                raise
+            if not asked:
+                say(f"  {name} finishes the run{': ' * bool(str(error))}{error}")
+            asked.append(name)
+            return None
         except StopRun as error:
             if not error.args:
                 error.args = (f"{name} stops the run",)
@@ -276,16 +326,20 @@ def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Call
     return guard
 
 
-def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[tuple[str, Callable[..., Any]]]:
+def _calls(
+    hooks: Sequence[Any], method: str, config: HooksConfig, asked: list[str] | None
+) -> list[tuple[str, Callable[..., Any]]]:
     """Returns the guarded calls of a method, each with its name."""
     named = [(f"{type(one).__name__}.{method}", getattr(one, method, None)) for one in hooks]
     return [
-        (name, guarded(_with_checked_result(call), name, config)) for name, call in named if callable(call)
+        (name, guarded(_with_checked_result(call), name, config, asked))
+        for name, call in named
+        if callable(call)
     ]
 
 
 def _with_checked_result(call: Callable[..., object]) -> Callable[..., HookResult]:
-    return lambda *arguments: checked(call(*arguments))
+    return lambda *arguments, **named: checked(call(*arguments, **named))
 
 
 def _wants(kind: type) -> str:

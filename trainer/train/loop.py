@@ -22,8 +22,8 @@ class Ending:
     """End of the loop, equal on every rank.
 
     Attributes:
-        how: finished: after the last step, or by early stopping; stopped: by a signal, or after the step of
-            `stop_after`; anomaly: by a loss or gradient that isn't finite, or a loss spike.
+        how: finished: after the last step, by early stopping, or as a hook asked; stopped: by a signal, or
+            after the step of `stop_after`; anomaly: by a loss or gradient that isn't finite, or a loss spike.
         signal: Number of the signal that stopped the loop; 0 if none did.
         finding: The anomaly that ended the loop, or None.
     """
@@ -55,12 +55,13 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     Returns:
         How the loop ended.
     """
-    recipe, plan, state, logger, checkpoints = run.recipe, run.plan, run.state, out.logger, out.checkpoints
+    recipe, plan, state = run.recipe, run.plan, run.state
+    logger, checkpoints, asked = out.logger, out.checkpoints, out.asked
     until = run.steps if until is None else until
     until = state.step if out_of_patience(run) else until  # an earlier attempt stopped early
     log_every, timed_from = recipe.log.every, state.step + recipe.compile.warm_up
     epoch_ends = plan.next_epoch_end(state.step)
-    evaluate_at = next_evaluation(recipe.evaluation, plan, state.step)
+    evaluated, evaluate_at = -1, next_evaluation(recipe.evaluation, plan, state.step)
     consensus = StopConsensus(run.world.control or run.world.group, state.step)
     batches = run.loader(
         run.share.batches(state.step)[: (until - state.step) * run.gradient_accumulation_steps]
@@ -79,8 +80,9 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
 
         best = over = False
         if done == evaluate_at:
+            evaluated = done
             logger.stage(done)
-            best = _evaluate(run, logger)
+            best = _evaluate(run, out)
             over = out_of_patience(run)
             logger.start_clock(done)
             evaluate_at = next_evaluation(recipe.evaluation, plan, done)
@@ -93,7 +95,12 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
                 _log_memory(run, logger, "start")
             epoch_ends = plan.next_epoch_end(done)
 
-        agreed = consensus.after(done, requested() or 0, checkpoints.overdue())
+        agreed = consensus.after(done, requested() or 0, checkpoints.overdue(), asked)
+        if agreed.finish and not over and done < run.steps:
+            over = True
+            if evaluated != done:
+                logger.stage(done)
+                _evaluate(run, out)
         last = over or done == run.steps
         stop = not last and (agreed.signal > 0 or done == stop_after)
         if last:  # to extend the run, or to finish it if its final weights can't be written
@@ -120,8 +127,9 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     return Ending("finished")
 
 
-def _evaluate(run: Run, logger: MetricLogger) -> bool:
+def _evaluate(run: Run, out: Outputs) -> bool:
     """Evaluates, logs the metrics, and returns True if they are the best so far."""
+    logger = out.logger
     enter_phase("evaluation")
     metrics, best = evaluate_run(run)
     enter_phase("logging")
@@ -130,7 +138,8 @@ def _evaluate(run: Run, logger: MetricLogger) -> bool:
         _log_memory(run, logger, "evaluation", freed)
     step = run.state.step
     row: Row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics}
-    logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
+    with out.for_hooks():
+        logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
     enter_phase("evaluation")
     if answered := answers(run):
         logger.emit(answered)

@@ -21,8 +21,8 @@ from trainer.config.redact import redact
 from trainer.config.section import validated
 from trainer.config.suggest import nearest
 from trainer.config.training import MAIN_SET
+from trainer.data.batch import Batch
 from trainer.data.dataset import Dataset, spread
-from trainer.data.loader import Batch
 from trainer.errors import BadInputError, reading
 from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode

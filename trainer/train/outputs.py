@@ -3,7 +3,8 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,16 @@ from trainer.train.components.memory import (
 )
 from trainer.train.components.operations import count_operations
 from trainer.train.components.updates import brings_optimizer
-from trainer.train.hooks import HookRows, checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
+from trainer.train.evaluate import shown_to_hooks
+from trainer.train.hooks import (
+    HookRows,
+    any_asks,
+    checkpoint_hook,
+    find_hooks,
+    hook_sink,
+    load_sinks,
+    make_hooks,
+)
 from trainer.train.provenance import make_manifest
 from trainer.train.recording import open_recording, other_ranks_checksums, writable
 from trainer.train.request import Prepared
@@ -68,6 +78,8 @@ class Outputs:
         progress_bar: The console, on rank 0; None elsewhere.
         advisor: Names the bottleneck, on rank 0; None elsewhere.
         profile: Profiles some steps, on rank 0; None without --profile.
+        asked: Names of hooks that ask to finish.
+        for_hooks: Returns the context in which hooks get an evaluation's metrics, on all ranks alike.
     """
 
     logger: MetricLogger
@@ -78,6 +90,8 @@ class Outputs:
     progress_bar: ProgressBar | None = None
     advisor: Advisor | None = None
     profile: Profile | None = None
+    asked: list[str] = field(default_factory=list)
+    for_hooks: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def leave(self, status: str, line: str, step: int) -> None:
         """Closes an attempt that stops early: its status and reason go to console and manifest, on rank 0."""
@@ -129,15 +143,25 @@ def open_outputs(
     folder, config = prepared.folder, run.recipe.hooks
     found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
     hooks = make_hooks(found, run.world.rank)
+    asked, for_hooks = (
+        list[str](),
+        partial(shown_to_hooks, run) if any_asks(found) else contextlib.nullcontext,
+    )
     if run.world.rank:
-        sinks = [hook_sink(hooks, config)] if hooks else []
+        sinks = [hook_sink(hooks, config, model=run.state.model, asked=asked)] if hooks else []
         checksums = other_ranks_checksums(run)
         logger = _make_logger(run, sinks, checksums, metric_sources(stack, run))
         row_writer = None
         if run.state.rows is not None and run.state.rows.first:
             row_writer = BackgroundWriter(checkpoints_of(folder), run.recipe.checkpoint.keep, warn)
             stack.callback(row_writer.abandon)
-        return Outputs(logger, Checkpoints(run, row_writer), AnomalyLog(None, run.plan))
+        return Outputs(
+            logger,
+            Checkpoints(run, row_writer),
+            AnomalyLog(None, run.plan),
+            asked=asked,
+            for_hooks=for_hooks,
+        )
     manifest = make_manifest(
         run, prepared.name, prepared.command, data, notes, stored, prepared.begun_from, prepared.pretrained
     )
@@ -173,10 +197,10 @@ def open_outputs(
         sinks.append(stack.enter_context(_served(folder, run, manifest, writer)))
     logger = _make_logger(run, sinks, checksums, sources)
     if hooks:
-        sinks.append(hook_sink(hooks, config, HookRows(folder, logger)))
+        sinks.append(hook_sink(hooks, config, HookRows(folder, logger), run.state.model, asked))
     advisor = _add_advisor(run, logger, sources, profiled=prepared.profile is not None)
     profile = _open_profile(stack, prepared, run)
-    written = checkpoint_hook(hooks, config)
+    written = checkpoint_hook(hooks, config, asked)
     checkpoints = Checkpoints(run, writer, manifest.run_id, data, written)
     return Outputs(
         logger,
@@ -192,6 +216,8 @@ def open_outputs(
         progress_bar=progress_bar,
         advisor=advisor,
         profile=profile,
+        asked=asked,
+        for_hooks=for_hooks,
     )
 
 

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from trainer.config.recipe import Recipe
 from trainer.config.section import first_problem
 from trainer.data.corrupt import Quarantine
+from trainer.data.items import HostGenerators
 from trainer.data.loader import Loader
 from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World
@@ -118,6 +119,7 @@ class Run:
         recent: Loss and gradient norm of the last steps, for anomaly detection; or None.
         nonfinite: Finds the first module whose output isn't finite, or None.
         generators: Random generators that a forward pass may draw from; seeded for each micro-batch.
+        host_generators: Those among them that are numpy's and Python's, or None.
         first_key: Seed of this rank's first micro-batch in step 0.
         loader: Loads the batches of `share`.
         evaluation_loader: Loads the batches of `evaluation_share`.
@@ -146,7 +148,7 @@ class Run:
     items: ItemCount
     recent: RecentLosses | None
     nonfinite: FirstNonFinite | None
-    generators: tuple[torch.Generator, ...]
+    generators: tuple[torch.Generator | HostGenerators, ...]
     first_key: int
     loader: Loader
     evaluation_loader: Loader
@@ -154,6 +156,7 @@ class Run:
     compiled: bool
     notes: tuple[str, ...]
     losses: tuple[str, ...] = ()
+    host_generators: HostGenerators | None = None
     evaluation_sets: tuple[EvaluationSet, ...] = ()
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     # Read in every step, so not through three attributes each.
@@ -175,6 +178,8 @@ class Run:
 
     def close(self) -> None:
         """Ends the loader workers."""
+        if self.host_generators is not None:
+            self.host_generators.close()
         self.loader.close()
         self.evaluation_loader.close()
         for one in self.evaluation_sets:

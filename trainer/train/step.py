@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.models.precision import scale_of
 from trainer.observe.phases import PHASE_TIMER, enter_phase

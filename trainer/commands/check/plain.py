@@ -2,8 +2,8 @@
 
 Read it from top to bottom. It imports nothing that it checks: no loop, step, optimizer, schedule, average,
 process group or loader of the package. It shares with a run: the keys of random numbers (`trainer.rng`), the
-task's data, model, loss and metrics, weights to start from, LoRA, and the assignment of samples to
-micro-batches.
+task's data, model, loss and metrics, the class `Batch`, weights to start from, LoRA, and the assignment of
+samples to micro-batches.
 
 A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer
 of torch.optim (`formulas`), the average. Three rules of the trainer stand here, too:
@@ -17,10 +17,11 @@ The second rule can be left out (`ruled`), and three causes of a difference can 
 """
 
 import math
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.commands.check.alike import draws_alike
 from trainer.commands.check.formulas import freeze, learning_rate, plain_optimizer
 from trainer.config.recipe import Recipe
+from trainer.data.batch import Batch
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
@@ -43,16 +45,6 @@ StepTensors = dict[
     str, torch.Tensor
 ]  # after a step, by name: loss, lr, updates, scale, model/…, optimizer/…, ema/…, metric/…
 Cause = Literal["batchnorm", "random", "state"]
-
-
-class _Samples(NamedTuple):
-    """A batch as a task's loss takes it: the fields of `trainer.Batch`."""
-
-    fields: Mapping[str, torch.Tensor]
-    weight: torch.Tensor | None
-    uniform: torch.Tensor | None
-    num_items: int
-    longest: int
 
 
 def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
@@ -130,7 +122,10 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             put(model, before)
             if not len(next(iter(batch.fields.values()))):  # padding alone
                 continue
-            torch.default_generator.manual_seed(first + step * len(batches) + number)
+            drawn = first + step * len(batches) + number
+            torch.default_generator.manual_seed(drawn)
+            random.seed(drawn)
+            np.random.seed(drawn % 2**32)
             with (
                 torch.autocast("cpu", mixed) if mixed else nullcontext(),
                 draws_alike() if "random" in still else nullcontext(),
@@ -195,7 +190,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: StepTen
     return {name: t.detach().clone() for name, t in found.items() if isinstance(t, torch.Tensor)}
 
 
-def losses(task: Any, model: nn.Module, batch: _Samples) -> StepTensors:
+def losses(task: Any, model: nn.Module, batch: Batch) -> StepTensors:
     """Computes the loss of a micro-batch, a sum over its samples, and each named loss."""
     if names := loss_rows(task):
         every = dict(zip(names, task.loss_parts(model, batch), strict=True))
@@ -204,7 +199,7 @@ def losses(task: Any, model: nn.Module, batch: _Samples) -> StepTensors:
     return {"loss": task.loss(model, batch)}
 
 
-def plain_samples(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> _Samples:
+def plain_samples(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> Batch:
     """Reads samples one by one; each gets `wanted` random numbers for the loss, in addition to the data's."""
     count = data.uniforms + wanted
     drawn = uniforms(seed, epochs, samples, count) if count and epochs is not None else None
@@ -221,7 +216,7 @@ def plain_samples(data: Any, epochs: Ints | None, samples: Ints, seed: int, want
     }
     each = [int(row["num_items"][0]) if "num_items" in row else data.num_items for row in rows]
     uniform = None if drawn is None else torch.from_numpy(drawn)
-    return _Samples(fields, None, uniform, sum(each), max(each, default=0))
+    return Batch(fields, None, uniform, sum(each), max(each, default=0))
 
 
 def untrained(model: nn.Module) -> dict[str, torch.Tensor]:

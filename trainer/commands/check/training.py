@@ -300,7 +300,7 @@ def _in_double(task: Any) -> Any:
 
 def _wide(batch: Any) -> Any:
     fields = {n: t.double() if t.is_floating_point() else t for n, t in batch.fields.items()}
-    return batch._replace(fields=fields, uniform=None if batch.uniform is None else batch.uniform.double())
+    return replace(batch, fields=fields, uniform=None if batch.uniform is None else batch.uniform.double())
 
 
 class _Doubled(TorchFunctionMode):

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.data.batch import Batch
 from trainer.data.formats.records import LABEL
-from trainer.data.loader import Batch
 from trainer.tasks import Task
 from trainer.tasks.audio import Audio
 from trainer.tasks.average_precision import coco_figures

@@ -16,7 +16,7 @@ from trainer.checkpoint.folder import Damaged, Unreadable, read_weights
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.commands.export import hf
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.host import strict_json
 from trainer.host.files import check_writable, oddity, read_inside, write_file

@@ -12,10 +12,10 @@ import torch
 
 from trainer.commands.predict.classes import code_for, read_each, show_rows
 from trainer.commands.predict.images import content, reading_of_run, whole_box
+from trainer.data.batch import Batch
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste, scale_of
 from trainer.data.formats.coco import CocoPictures
-from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, writing
 from trainer.host.files import check_writable, written_whole
 from trainer.host.here import path_shown

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.config.redact import redact_text
+from trainer.data.batch import Batch
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.records import LABEL
-from trainer.data.loader import Batch
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.text import plain
 from trainer.train.components.task import device_kind

@@ -79,6 +79,8 @@ def last_step(run: Recorded, steps: int | None) -> int:
 
 def _last_row_due(run: Recorded) -> int:
     """Returns the step of the last record that must exist, given how far the run is known to have come."""
+    if run.manifest.finished_by_hook:
+        return 0
     if run.manifest.weights or run.manifest.status == "finished":
         return run.manifest.last_step
     if run.manifest.status == "diverged":

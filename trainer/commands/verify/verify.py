@@ -60,7 +60,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def _other_steps(recorded: Manifest, again: Manifest) -> Iterator[str]:
     """Compares the steps of the manifest with those of the replay, which its configuration gives."""
-    if recorded.last_step != again.last_step:
+    if recorded.last_step != again.last_step and not recorded.finished_by_hook:
         yield f"manifest.json: steps is {recorded.last_step}, and {again.last_step} by its config"
     elif recorded.steps_done is not None and recorded.planned_steps != again.planned_steps:
         by_config = again.planned_steps
@@ -74,6 +74,14 @@ def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
         BadInputError: If no records are left.
     """
     stop = first_stop(anomalies)
+    if run.manifest.finished_by_hook:
+        step = run.manifest.last_step
+        if rows := [row for row in run.rows if row.step < step]:
+            say(f"{run.path}: a hook finished it after step {step}: what is before that is compared")
+            return replace(run, rows=rows)
+        raise BadInputError(
+            f"{run.path}: a hook finished it before a second row: there is nothing to compare"
+        )
     if stop is None:
         return run
     step = anomalies[stop]["step"]

@@ -59,7 +59,7 @@ class Plan:
             left out. `weighted`: it is padded to the full shape with samples of weight 0.
         seed: Seed of the order.
         max_steps: Upper bound for the steps of the run; None: no bound.
-        shuffle: False keeps the samples in their order (evaluation).
+        shuffle: False keeps the samples in their order (evaluation, data.shuffle=false).
         shards: Number of samples in each shard; read only with `shards_per_block`.
         shards_per_block: Shards in a shuffle block (see `block_order`); 0: all samples are shuffled together.
         buckets: Number of samples in each bucket, if all samples of a micro-batch come from one bucket (see

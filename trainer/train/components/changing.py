@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.config.recipe import Recipe
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.overlap import buffers_of_parameters
 from trainer.distributed.parallel import World, is_sharded, sum_over_ranks

@@ -14,6 +14,8 @@ from trainer.data.workers import (
     bytes_needed,
     estimate,
     sizes_of,
+    start_method,
+    unimportable,
     workers_of,
 )
 from trainer.errors import BadInputError
@@ -58,6 +60,10 @@ def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Ch
             f"data.workers={config.workers}: this process is daemonic, as those of a multiprocessing.Pool, "
             "and may start no others: set data.workers=0, or take concurrent.futures.ProcessPoolExecutor"
         )
+    method, sets = start_method(config.start_method), (task.train_data, task.evaluation_data)
+    if config.workers == "auto" and (name := next(filter(None, (unimportable(s, method) for s in sets)), "")):
+        line = f"loader: no workers, as none could import {name}; from a module of yours they can"
+        return Choice(Loading(0, 1), line=line)
     size = _sizes(recipe, task)
     setting = by_rule(config.workers, config.prefetch, size, limits, ranks)
     source = "by rule" if "auto" in (config.workers, config.prefetch) else "as configured"

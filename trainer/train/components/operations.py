@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from trainer.data.batch import Batch
 from trainer.data.items import state_kept
-from trainer.data.loader import Batch
 from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
 from trainer.models.compiling import uncompiled

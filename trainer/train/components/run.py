@@ -10,6 +10,7 @@ from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.config.training import MAIN_SET
 from trainer.data.corrupt import Quarantine
+from trainer.data.items import HostGenerators, draws_alone
 from trainer.data.left_out import left_out_lines
 from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
@@ -29,6 +30,7 @@ from trainer.models.precision import (
 from trainer.optim.average import WeightAverage
 from trainer.rng import Purpose, key
 from trainer.tasks import Task, loss_rows
+from trainer.tasks.custom import DRAWS, CustomTask
 from trainer.train.anomaly import make_recent_losses
 from trainer.train.components.changing import find_changing
 from trainer.train.components.loading import for_more_sets
@@ -94,6 +96,7 @@ def build(
     replica = replicate(loss_of, world.group, recipe.parallel)
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     optimizer, lr = make_updates(recipe, task, model, plan, device, generators)
+    host_generators = HostGenerators() if _draws_on_host(task) and draws_alone() else None
     skips, sharing = recipe.anomaly.skips_updates, None if rows is None else rows.group
     precision = make_precision(recipe.precision, device, skips, sharing)
     statistics = StepStatistics(model, None if in_tree else world.group, found)
@@ -142,7 +145,8 @@ def build(
         items=count_items(plan, task.train_data.num_items, world.group),
         recent=make_recent_losses(recipe.anomaly, recipe.log.every, device),
         nonfinite=prepared.nonfinite,
-        generators=tuple(generators),
+        generators=(*generators, *([host_generators] if host_generators else [])),
+        host_generators=host_generators,
         first_key=first_key,
         loader=loader,
         evaluation_loader=main.loader,
@@ -161,6 +165,11 @@ def build(
         quarantines={"training": in_training, **in_evaluation},
         evaluation_sets=tuple(others),
     )
+
+
+def _draws_on_host(task: Task) -> bool:
+    """True if a custom task's loss draws from numpy's or Python's generators, or wasn't tried."""
+    return isinstance(task, CustomTask) and (not task.tried or DRAWS in task.tried)
 
 
 def _evaluation_sets(

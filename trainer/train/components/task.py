@@ -102,7 +102,7 @@ def data_of(recipe: Recipe, task: Task, pretrained: Pretrained | None = None) ->
         "training data": task.train_data.fingerprint(),
         "evaluation data": task.evaluation_data.fingerprint(),
         **{f"evaluation data {name}": data.fingerprint() for name, data in more_sets(task).items()},
-        "order": draws.fingerprint() if draws else _order(task.train_data, shards_per_block),
+        "order": draws.fingerprint() if draws else _order(recipe, task.train_data, shards_per_block),
         **({WEIGHTS: pretrained.sha256} if pretrained else {}),
     }
 
@@ -194,7 +194,9 @@ def described_data(task: Task) -> dict[str, Any]:
     return {**task.describe(), "left_out": left_out}
 
 
-def _order(dataset: Dataset, shards_per_block: int) -> str:
+def _order(recipe: Recipe, dataset: Dataset, shards_per_block: int) -> str:
+    if not recipe.data.shuffle:
+        return "not shuffled"
     buckets = getattr(dataset, "buckets", ())
     if buckets:
         return f"shuffled in {len(buckets)} buckets of {' '.join(map(str, buckets))} samples"
@@ -257,6 +259,12 @@ def draws_of(recipe: Recipe, task: Task) -> ClassDraws | MixDraws | None:
 def make_plan(recipe: Recipe, task: Task) -> Plan:
     """Makes the plan of a run: its steps, and the samples of each."""
     shards, shards_per_block = order_of(task.train_data)
+    buckets = getattr(task.train_data, "buckets", ())
+    if buckets and not recipe.data.shuffle:
+        raise BadInputError(
+            "data.shuffle=false: language.text=padded reads texts in buckets of like length; leave it out, "
+            "or use language.text=packed"
+        )
     return Plan(
         samples=len(task.train_data),
         global_batch_size=recipe.data.global_batch_size,
@@ -265,9 +273,10 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         last=recipe.data.last_batch,
         seed=recipe.seed,
         max_steps=recipe.max_steps,
+        shuffle=recipe.data.shuffle,
         shards=shards,
         shards_per_block=shards_per_block,
-        buckets=getattr(task.train_data, "buckets", ()),
+        buckets=buckets,
         draws=draws_of(recipe, task),
     )
 

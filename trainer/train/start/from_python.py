@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import provisional
-from trainer.errors import EXIT_DONE, BadInputError, RefusedElsewhereError
+from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, RefusedElsewhereError
 from trainer.host.forks import hangs_in_parallel
 from trainer.host.here import paths_from_here
 from trainer.launch.worker import current
@@ -98,7 +98,9 @@ def fit(
         The finished run.
 
     Raises:
-        BadInputError: If anything given is wrong, naming the remedy; or if the run was stopped early.
+        BadInputError: If anything given is wrong, naming the remedy.
+        KeyboardInterrupt: After Ctrl-C in the main thread: the first one saves a checkpoint before, a second
+            one doesn't wait.
     """
     with _one_at_a_time(), undone(), paths_from_here():
         try:
@@ -144,6 +146,8 @@ def _fit(
         code, folder = train_rank(request, opened, hooks)
     except RefusedElsewhereError as error:
         raise BadInputError(str(error)) from error
+    if code == EXIT_REQUEUE:
+        raise KeyboardInterrupt  # the run is saved; a notebook's cell ends as the user asked
     if code != EXIT_DONE:
         raise BadInputError(
             f'{folder}: stopped before its end (code {code}); go on by fit(…, out="{folder}")'

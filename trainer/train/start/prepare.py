@@ -52,13 +52,15 @@ def prepared_in_turns(
     """
     began, place = time.monotonic(), turns.place
     if place.rank == 0:
-        prepared, task = prepare(request, place.size, stack, task)
+        given, (prepared, task) = task, prepare(request, place.size, stack, task)
         token = "" if place.local_size == place.size or prepared.ended else secrets.token_hex(8)
         if token:
             write_whole(own_folder(prepared.folder) / TOKEN, token)
             stack.callback(lambda: (prepared.folder / TOKEN).unlink(missing_ok=True))
         seconds = time.monotonic() - began
         tell(turns, "prepared", {"token": token, "seconds": seconds, **as_json(prepared)})
+        if given is None and isinstance(task, CustomTask) and prepared.ended is None:
+            task = make_task(prepared.recipe, task.anew())  # as the other ranks have it: never tried
     else:
         said = heard(turns, "prepared")
         token, seconds = said.pop("token"), said.pop("seconds")

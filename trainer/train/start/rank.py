@@ -31,7 +31,7 @@ from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.nvml import driver_version
 from trainer.launch.signals import Stopped
-from trainer.launch.worker import cpu_shares, current, note_signals
+from trainer.launch.worker import cpu_shares, current, interrupt_noted, note_signals
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.runs.folder import checkpoints_of, has_checkpoint, remove_unused
@@ -233,7 +233,7 @@ def _attempt(
             detector = AnomalyDetector(recipe.anomaly, run.recent, group, begin, history, len(anomalies))
         detail(f"the loop begins with step {begin + 1}")
         watchdog.start(begin + recipe.compile.warm_up if run.compiled else 0)
-        with memory_explained(run, folder):
+        with memory_explained(run, folder), interrupt_noted():
             ending = train(run, out, detector, stop_after=prepared.stop_after)
 
         if ending.finding is not None:
@@ -308,6 +308,8 @@ def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: st
     name = signal.Signals(number)
     if step < 0:
         raise Stopped(name, "no checkpoint could be written to resume from")
+    if current() is None:  # fit
+        return f"stopped by Ctrl-C after step {done}; fit with the same settings and its out resumes {where}"
     more = words_to_resume(command)
     return f"stopped by {name.name} after step {done}; the same command resumes {where}{more}"
 

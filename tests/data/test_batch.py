@@ -1,0 +1,42 @@
+import pickle
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.data.batch import Batch
+
+
+def batch() -> Batch:
+    return Batch({"x": torch.arange(6.0).view(3, 2), "label": torch.arange(3)}, torch.ones(3), None, 6, 2)
+
+
+def test_a_batch_gives_its_fields_by_name_and_counts_samples() -> None:
+    one = batch()
+    assert one["x"] is one.fields["x"] and "label" in one and "y" not in one and 0 not in one
+    assert len(one) == 3
+    assert [*one.keys()] == ["x", "label"] and dict(**one)["label"].tolist() == [0, 1, 2]
+    assert (one.num_items, one.longest) == (6, 2)
+    with pytest.raises(KeyError, match=r"y.*x, label"):
+        one["y"]
+    with pytest.raises(TypeError):  # it would give names
+        _, _ = one  # type: ignore[misc]
+
+
+def test_a_batch_is_frozen_and_is_copied_whole() -> None:
+    one = batch()
+    with pytest.raises(FrozenInstanceError):
+        one.num_items = 2  # type: ignore[misc]
+    short = replace(one, fields={"x": one["x"][:1]}, weight=None)
+    assert (len(short), short.weight, short.num_items, short.longest) == (1, None, 6, 2)
+    assert pickle.loads(pickle.dumps(one))["x"].tolist() == one["x"].tolist()
+    assert len(Batch({}, None, None, 3)) == 0
+
+
+@pytest.mark.parametrize(
+    "call", [lambda one: one["x"].sum() * len(one), lambda one: one.fields["x"].sum() * 3]
+)
+def test_a_compiled_function_takes_a_batch(call: Callable[[Any], torch.Tensor]) -> None:
+    assert torch.compile(call, backend="eager", fullgraph=True)(batch()).item() == 45
