@@ -58,10 +58,10 @@ class Task:
         return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 2))
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")}
+        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")}
 
 
 def task_of(**methods: Any) -> CustomTask:
@@ -350,7 +350,7 @@ class Mine:
         return nn.Linear(2, 2)
 
     def loss(self, model, batch):
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}
@@ -433,7 +433,7 @@ class Mine:
         return nn.Linear(2, 2)
 
     def loss(self, model, batch):
-        return F.cross_entropy(model(batch.fields["0"]), batch.fields["1"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["0"]), batch.fields["1"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}
