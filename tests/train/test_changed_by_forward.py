@@ -95,7 +95,7 @@ class Base(nn.Module):
         if self.training and late:
             self.change(x)
         made = self.student(x)
-        loss: torch.Tensor = (self.drop(made) - wanted).square().sum(1) + made[:, 0].sub(1).square().sum(1)
+        loss: torch.Tensor = (self.drop(made) - wanted).square().sum(1) + made[:, 0].sub(1).square()
         return loss
 
 
@@ -175,7 +175,7 @@ def by_hand(kind: str, steps: int = 8) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD([matrices, others], lr=LR)
     for _, batch in zip(range(steps), run.loader(run.share.batches()), strict=False):
         optimizer.zero_grad()
-        (model(batch.fields["x"]) / 8).backward()
+        (model(batch.fields["x"]).sum() / 8).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -487,7 +487,7 @@ def test_a_frozen_batchnorm_computes_as_in_plain_pytorch() -> None:
     alone: Any = seeded(make)()
     train_step(run, batches, 0)
     batch = next(iter(a_run(ALONE, Own(seeded(make)), 8).loader(run.share.batches())))
-    (alone(batch.fields["x"]) / 8).backward()
+    (alone(batch.fields["x"]).sum() / 8).backward()
     torch.optim.SGD(alone.linear.parameters(), lr=0.01).step()
     assert torch.equal(run.state.model.get_buffer("norm.running_mean"), torch.full((4,), 3.0, dtype=F64))
 

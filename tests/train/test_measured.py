@@ -68,7 +68,7 @@ def shuffled(n: torch.Tensor) -> dict[str, Any]:
 
 
 def typed(kind: torch.dtype) -> Callable[[Numbered, torch.Tensor], dict[str, Any]]:
-    return lambda _, n: {"row": n.to(kind), "a": n}
+    return lambda _, n: {"row": n.to(kind)}
 
 
 WHOLE = {"a": 6.0, "b": 7.0, "c": 8.0, "d": 9.0}
@@ -169,4 +169,4 @@ def test_rows_come_as_they_were_given() -> None:
     """Of their own type, to the last bit."""
     world = World(0, 1, 0, torch.device("cpu"), None)
     for kind in ("bool", "int16", "complex64"):
-        assert f'"torch.{kind}"' in next(name for name in measured(world, f"rows of {kind}") if name != "a")
+        assert f'"torch.{kind}"' in next(iter(measured(world, f"rows of {kind}")))

@@ -268,6 +268,14 @@ class _InDouble:
         with _doubled():
             return super().loss(model, _wide(batch))  # type: ignore[misc]
 
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        with _doubled():
+            return super().measure(model, _wide(batch))  # type: ignore[misc]
+
+
+class _ValuesInDouble(_InDouble):
+    """The same of a custom task."""
+
     def parts(self, model: nn.Module, batch: Any) -> Any:
         with _doubled():
             return super().parts(model, _wide(batch))  # type: ignore[misc]
@@ -275,10 +283,6 @@ class _InDouble:
     def given_loss(self, model: nn.Module, batch: Any) -> Any:
         with _doubled():
             return super().given_loss(model, _wide(batch))  # type: ignore[misc]
-
-    def measure(self, model: nn.Module, batch: Any) -> Any:
-        with _doubled():
-            return super().measure(model, _wide(batch))  # type: ignore[misc]
 
     def given_measure(self, model: nn.Module, batch: Any) -> Any:
         with _doubled():
@@ -302,7 +306,8 @@ def _widened(model: nn.Module) -> nn.Module:
 
 def _in_double(task: Any) -> Any:
     wide = copy.copy(task)
-    wide.__class__ = type("InDouble", (_InDouble, type(task)), {})
+    mixin = _ValuesInDouble if hasattr(task, "given_loss") else _InDouble
+    wide.__class__ = type("InDouble", (mixin, type(task)), {})
     return wide
 
 
