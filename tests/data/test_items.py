@@ -196,7 +196,7 @@ class Words:
 def token_loss(_: Any, model: nn.Module, batch: Any) -> Any:
     tokens = batch.fields["tokens"]
     each = model(tokens.float()[..., None]).squeeze(-1).square()
-    return torch.where(tokens > 0, each, 0.0).sum()
+    return torch.where(tokens > 0, each, 0.0).sum() / (tokens > 0).sum()
 
 
 def test_items_of_unlike_sizes_come_through_collate() -> None:
@@ -206,6 +206,7 @@ def test_items_of_unlike_sizes_come_through_collate() -> None:
         model=lambda _: nn.Linear(1, 1),
         loss=token_loss,
         measure=lambda s, m, b: {"loss": token_loss(s, m, b)},
+        reduction="mean",
     )
     check_request(recipe_of(), task, 1)
     run = build_alone(recipe_of(workers=0), task)

@@ -93,7 +93,9 @@ def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
 
 def test_other_names_are_free() -> None:
     check(lambda o, _f: dict.fromkeys(("a b", "ünï/x", "loss/a", "lr", "steps", "0", "weight"), o[:, 0]))
-    check(lambda o, _f: {"step": o, "a\nb": o}, summarize=lambda *_: {"loss": 1.0})  # of rows, which aren't told
+    check(
+        lambda o, _f: {"step": o, "a\nb": o}, summarize=lambda *_: {"loss": 1.0}
+    )  # of rows, which aren't told
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
@@ -264,4 +266,9 @@ def test_items_of_a_data_set_that_cannot_be_counted(how: str) -> None:
         "two alike": "are the same as text",
     }
     with pytest.raises(BadInputError, match=message[how]):
-        fit(data=lambda _: (Counted(how != "none at all"), Counted(True)), reduction="mean", loss=mean, measure=measured)
+        fit(
+            data=lambda _: (Counted(how != "none at all"), Counted(True)),
+            reduction="mean",
+            loss=mean,
+            measure=measured,
+        )

@@ -486,7 +486,9 @@ def test_methods_of_other_trainers_are_named_by_ours() -> None:
     assert CustomTask(type("Mine", (Small,), {"training_step": 3})(), "mine.py"), "its own affair"
 
 
-@pytest.mark.parametrize("model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1))])
+@pytest.mark.parametrize(
+    "model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1))]
+)
 def test_what_has_no_shape_yet_is_refused(model: Callable[[Any], nn.Module], here: Path) -> None:
     with pytest.raises(BadInputError, match="has no shape yet"):
         trainer.fit(

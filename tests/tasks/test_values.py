@@ -1,4 +1,4 @@
-"""Promise: of the values that a custom task gives a step makes the gradient of one big batch, however it is split."""
+"""Promise: of a custom task's values a step makes the gradient of one big batch, however it is split."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ class Tokens:
         rows = {"x": random.normal(size=(SAMPLES, PLACES, 3)), "y": y, **self.more(length)}
         return rows, {name: row[:7] for name, row in rows.items()}
 
-    def more(self, length: Any) -> dict[str, Any]:
+    def more(self, _: Any) -> dict[str, Any]:
         return {}
 
     def model(self) -> nn.Module:
@@ -73,8 +73,8 @@ class Mean(Tokens):
 
     reduction = "mean"
 
-    def more(self, length: Any) -> dict[str, Any]:
-        return {"num_items": length}
+    def more(self, _: Any) -> dict[str, Any]:
+        return {"num_items": _}
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch.fields["x"]).flatten(0, 1), batch.fields["y"].flatten())
@@ -98,7 +98,7 @@ class Penalized(Tokens):
 
 
 def of_one_batch(own: Any) -> list[torch.Tensor]:
-    """The gradient of all samples at once, written by hand for each of the five: it calls none of their losses."""
+    """The gradient of all samples at once, by hand for each of the five: it calls none of their losses."""
     fields, model = {n: torch.from_numpy(a) for n, a in own.data()[0].items()}, own.model()
     y, log = fields["y"], model(fields["x"]).log_softmax(2)
     valid = y >= 0
@@ -133,7 +133,7 @@ def gradients(world: World, kind: int, micro: int, reduction: str, last: str) ->
     run, seen = build(recipe, task, world, 0), list[list[torch.Tensor]]()
 
     def look(*_: Any) -> None:
-        seen.append([p.grad.clone() for p in run.gradients.parameters])
+        seen.append([p.grad.clone() for p in run.gradients.parameters if p.grad is not None])
 
     run.state.optimizer.register_step_pre_hook(look)
     run.replica.train()
@@ -338,7 +338,7 @@ COMPARES: dict[str, tuple[bool, Callable[..., Any]]] = {
     "an expanded mean": (True, lambda _, m, b: out(m, b).square().mean().expand(len(b.fields["x"]))),
     "each with each": (
         True,
-        lambda _, m, b: F.mse_loss(out(m, b), b.fields["y"], reduction="none").mean(1),
+        lambda _, m, b: (out(m, b) - b.fields["y"]).square().mean(1),
     ),
     "contrast": (True, lambda _, m, b: (out(m, b) @ b.fields["y"][None]).softmax(1)[:, 0]),
     "ranks of a batch": (True, lambda _, m, b: out(m, b)[:, 0] / (1 + out(m, b).detach().abs().sum())),

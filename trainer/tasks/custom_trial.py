@@ -186,7 +186,7 @@ def _reject_new_tensors(task: OwnMethods, first: Snapshot, model: nn.Module) -> 
 
 
 def _try_loss(task: OwnMethods, model: nn.Module) -> dict[str, str]:
-    """Tries the loss in training mode, and its values in evaluation mode; returns what is to be told of it."""
+    """Tries the loss in training mode, and its values in evaluation mode; returns what is to be told."""
     batch = _training_batch(task)
     with _dtypes_explained(model, batch):
         given = task.read_loss(task._call("loss", task.given_loss, model, batch), len_of(batch))
@@ -222,8 +222,8 @@ def _try_values(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]
     draws, compares = beside_others(losses, samples)
     if compares:
         warn(
-            f"{task._source}: loss compares the samples of a micro-batch ({', '.join(compares)}): what a sample "
-            "gives depends on those beside it, and so on data.micro_batch_size"
+            f"{task._source}: loss compares the samples of a micro-batch ({', '.join(compares)}): what a "
+            "sample gives depends on those beside it, and so on data.micro_batch_size"
         )
     why = f"random ({', '.join(draws)}): whether it compares the samples of a micro-batch wasn't tried"
     return {"values": why} if draws else {}
@@ -234,8 +234,8 @@ def _try_means(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:
     found = halved(losses, samples, lambda some: _few(task, some).num_items)
     if sums := [name for name, why in found.items() if why is None]:
         raise BadInputError(
-            f'{task._source}: loss gave a sum ({", ".join(sums)}), and the class says reduction = "mean": it is '
-            f"twice as much for the samples twice; {OLD_SUM}"
+            f'{task._source}: loss gave a sum ({", ".join(sums)}), and the class says reduction = "mean": it '
+            f"is twice as much for the samples twice; {OLD_SUM}"
         )
     return {"means": ", ".join(f"{name} {why}" for name, why in found.items())} if found else {}
 
@@ -300,8 +300,8 @@ def _try_rows(task: OwnMethods, model: nn.Module, measured: Mapping[str, Values]
             if other is None or other.shape[1:] != value.shape[1:] or other.dtype != value.dtype:
                 raise task._wrong(
                     "measure",
-                    f"rows '{name}' as {describe_value(value)} of one batch and as {describe_value(other)} of "
-                    "another",
+                    f"rows '{name}' as {describe_value(value)} of one batch and as "
+                    f"{describe_value(other)} of another",
                 )
         return found
 
@@ -309,8 +309,8 @@ def _try_rows(task: OwnMethods, model: nn.Module, measured: Mapping[str, Values]
     for name in compares:
         if name != "loss":  # which may compare the samples of a batch, as that of the training
             warn(
-                f"{task._source}: measure gives '{name}', in which a sample's value depends on those beside it, "
-                "and so on data.eval_batch_size; give values, of which summarize makes a figure of all samples"
+                f"{task._source}: measure gives '{name}', in which a sample's value depends on those beside "
+                "it, and so on data.eval_batch_size; give values, of which summarize makes a figure of all"
             )
 
 

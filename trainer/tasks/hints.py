@@ -13,7 +13,7 @@ _COUNTERPARTS = {
     "compute_loss": "loss(model, batch), a value for each sample",
     "validation_step": "measure(model, batch)",
     "test_step": "measure(model, batch)",
-    "compute_metrics": "measure(model, batch), and summarize(rows)",
+    "compute_metrics": "measure(model, batch), and summarize(values)",
     "configure_optimizers": "optimizer(model) and scheduler(optimizer, steps), or the keys optim.*",
     "create_optimizer": "optimizer(model), or the keys optim.*",
     "train_dataloader": "data(), which gives the data sets",

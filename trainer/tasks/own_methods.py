@@ -96,8 +96,8 @@ class OwnMethods:
         self.losses = (*trained, *self.watched)
         if (reduction := getattr(own, "reduction", "none")) not in ("none", "mean"):
             raise BadInputError(
-                f'{source}: reduction is {reduction!r}; leave it out (loss gives a value for each sample), or give "mean" '
-                "(loss gives a mean of the micro-batch)"
+                f"{source}: reduction is {reduction!r}; leave it out (loss gives a value for a sample), or "
+                'give "mean" (loss gives a mean of the micro-batch)'
             )
         self.mean = reduction == "mean"
         data = self._call("data", own.data)
@@ -194,8 +194,8 @@ class OwnMethods:
             )
         if NUM_ITEMS in self.train_data.fields and any(o.values.ndim and o.counts is None for o in read):
             raise BadInputError(
-                f"{self._source}: loss gave a value for each sample, and the data has a field {NUM_ITEMS}: it "
-                "weighs means, (); give .mean(), or the pair (values, counts)"
+                f"{self._source}: loss gave a value for each sample, and the data has a field {NUM_ITEMS}: "
+                "it weighs means, (); give .mean(), or the pair (values, counts)"
             )
         return read
 

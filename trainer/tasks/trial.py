@@ -1,4 +1,4 @@
-"""Trials of the user's loss before training: its values and means, and is all of its state in a checkpoint?"""
+"""Trials of the user's loss before training: its values, its means, and is all state in a checkpoint?"""
 
 import hashlib
 import json

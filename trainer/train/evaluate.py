@@ -93,8 +93,8 @@ def evaluate(
         precision: Number format of the forward pass.
 
     Returns:
-        Means over the items of the data set (samples, or valid tokens), or over what a figure counts; and what
-        `summarize` returns.
+        Means over the items of the data set (samples, or valid tokens), or over what a figure counts; and
+        what `summarize` returns.
 
     Raises:
         BadInputError: On all ranks, if their measurements can't be combined or the set has no items.
@@ -128,14 +128,14 @@ def evaluate(
     for name, table in tables.items():
         if name.endswith(_COUNTS):
             continue
-        given = [one[:real] for one in (table, tables.get(name + _COUNTS)) if one is not None]
+        pair = [one[:real] for one in (table, tables.get(name + _COUNTS)) if one is not None]
         if table.ndim == 1:
-            total, own = float(given[0].sum()), float(given[1].sum()) if given[1:] else count
+            total, own = float(pair[0].sum()), float(pair[1].sum()) if pair[1:] else count
             if not own:
                 raise BadInputError(f"measure gave '{name}' with counts of 0 alone: nothing counts in it")
             metrics[name] = total / own
         else:
-            one, *counts = (one.flatten(0, 1)[: share.plan.samples].cpu() for one in given)
+            one, *counts = (one.flatten(0, 1)[: share.plan.samples].cpu() for one in pair)
             rows[name] = (one, *counts) if counts else one
     return metrics | summarized(task, rows, world) if rows else metrics
 
@@ -248,7 +248,8 @@ class Measured:
                     raise _unlike(name, first, other)
             if first.shape and given < count:
                 raise BadInputError(
-                    f"measure gave rows '{name.removesuffix(_COUNTS)}' for {given} of {count} batches; every sample has its row"
+                    f"measure gave rows '{name.removesuffix(_COUNTS)}' for {given} of {count} batches; every "
+                    "sample has its row"
                 )
             if name in self._tables:
                 values = self._tables[name].values

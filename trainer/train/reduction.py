@@ -141,8 +141,8 @@ class Reduction(Protocol):
         """Takes a micro-batch's loss and BatchNorm's statistics, after its backward pass.
 
         Args:
-            loss: float (); or (1 + n,), the trained sum of several losses and each of them; and what they count,
-                if they say so.
+            loss: float (); or (1 + n,), the trained sum of several losses and each of them; and what they
+                count, if they say so.
             statistics: Batch statistics of this micro-batch.
         """
 

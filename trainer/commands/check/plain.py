@@ -6,8 +6,9 @@ task's data, model, loss and metrics, weights to start from, LoRA, and the assig
 micro-batches.
 
 A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer
-of torch.optim (`formulas`), the average. A custom task's values are those of its class: they are added up
-here, and divided by what counts in all micro-batches of the step; a mean weighs its micro-batch's items. Three rules of the trainer stand here, too:
+of torch.optim (`formulas`), the average. A custom task's values are those that its class gives: they are
+added up here, and divided by what counts in all micro-batches of the step; a mean weighs its items. Three
+rules of the trainer stand here, too:
   micro-batches  buffers and frozen parameters that a forward pass changes start each micro-batch at their
                  values before the step; after it they are the mean of the values that the micro-batches left
   evaluation     what training changes so is put back after an evaluation
@@ -123,7 +124,8 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         for part in model.modules() if "batchnorm" in still else ():
             part.train(part.training and not isinstance(part, _BatchNorm))
         batches = [plain_samples(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
-        items = most = max(1, sum(batch.num_items for batch in batches))
+        items: float = max(1, sum(batch.num_items for batch in batches))
+        most = items
         if hasattr(task, "given_loss"):
             most = max(1, sum(len(next(iter(batch.fields.values()))) for batch in batches))
         counted = 0.0
@@ -227,10 +229,11 @@ def number_of(given: Any, batch: _Samples) -> float:
 def added_up(given: Any, number: float) -> torch.Tensor:
     """Adds up values of samples, or values that count; a mean is so many times its value."""
     values, counts = given if isinstance(given, tuple) else (torch.as_tensor(given), None)
-    wide = values if values.dtype == torch.float64 else values.float()
+    wide: torch.Tensor = values if values.dtype == torch.float64 else values.float()
     if counts is None:
         return wide.sum() if values.ndim else wide * number
-    return (wide[counts != 0] * counts[counts != 0]).sum()
+    total: torch.Tensor = (wide[counts != 0] * counts[counts != 0]).sum()
+    return total
 
 
 def plain_samples(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> _Samples:
