@@ -14,6 +14,7 @@ from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.cli import main
+from trainer.data.dataset import ArrayDataset
 from trainer.distributed.parallel import World
 from trainer.tasks.custom import CustomTask
 from trainer.tasks.values import means
@@ -97,6 +98,15 @@ class Penalized(Tokens):
         }
 
 
+class Read(Tokens):
+    """From data sets of somebody's own, each of whose samples has five items."""
+
+    def data(self) -> Any:
+        train, evaluation = map(ArrayDataset, super().data())
+        train.num_items = evaluation.num_items = PLACES
+        return train, evaluation
+
+
 def of_one_batch(own: Any) -> list[torch.Tensor]:
     """The gradient of all samples at once, by hand for each of the five: it calls none of their losses."""
     fields, model = {n: torch.from_numpy(a) for n, a in own.data()[0].items()}, own.model()
@@ -145,10 +155,10 @@ def gradients(world: World, kind: int, micro: int, reduction: str, last: str) ->
     return seen
 
 
-OWN: list[type[Tokens]] = [Tokens, Masked, Weighted, Mean, Penalized]
+OWN: list[type[Tokens]] = [Tokens, Masked, Weighted, Mean, Penalized, Read]
 
 
-@pytest.mark.parametrize("kind", range(len(OWN)))
+@pytest.mark.parametrize("kind", range(5))
 @pytest.mark.parametrize("micro", [12, 4, 2, 1])
 def test_a_step_has_the_gradient_of_one_batch(kind: int, micro: int) -> None:
     alone = World(0, 1, 0, torch.device("cpu"), None)
@@ -161,7 +171,7 @@ def test_a_step_has_the_gradient_of_one_batch(kind: int, micro: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
 def test_ranks_divide_by_what_counts_on_all(ranks: Ranks, reduction: str) -> None:
-    for kind in range(len(OWN)):
+    for kind in range(5):
         wanted = of_one_batch(OWN[kind]())
         for found in ranks.run(2, gradients, kind, 2, reduction, "cross"):
             for one, other in zip(found[0], wanted, strict=True):
@@ -171,7 +181,7 @@ def test_ranks_divide_by_what_counts_on_all(ranks: Ranks, reduction: str) -> Non
 def test_a_last_batch_of_fewer_samples_is_their_mean() -> None:
     """Of 12 samples in batches of 8 the last has 4, and padding beside them."""
     alone = World(0, 1, 0, torch.device("cpu"), None)
-    for kind in range(len(OWN)):
+    for kind in range(5):
         *_, whole, _ = gradients(alone, kind, 8, "all_reduce", "weighted")
         *_, parts, _ = gradients(alone, kind, 1, "all_reduce", "weighted")
         for one, other in zip(whole, parts, strict=True):
@@ -273,11 +283,19 @@ def test_losses_of_a_step_have_one_divisor() -> None:
 
     with refused("counts"):
         check(loss=given, losses=("a", "b"))
+
+    class Turns(Line):
+        begun, calls = False, 0
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            self.calls += self.begun
+            return GOOD["of samples" if self.calls > 1 else "a value"](self, model, batch)
+
+    own = Turns()
     run = build_alone(
-        make_recipe(data={"global_batch_size": 4, "micro_batch_size": 2}), CustomTask(Line(), "own")
+        make_recipe(data={"global_batch_size": 4, "micro_batch_size": 2}), CustomTask(own, "own")
     )
-    turns = iter([GOOD["a value"], GOOD["of samples"]])
-    run.task._own.loss = lambda m, b: next(turns)(None, m, b)  # type: ignore[attr-defined]
+    own.begun = True
     with refused("loss counts"):
         train_step(run, run.loader(run.share.batches()), 0)
     run.close()
@@ -325,6 +343,13 @@ def test_narrow_values_are_added_up_in_float32() -> None:
     assert loss.dtype == torch.float32
     each = Narrow().loss(model, batch)
     assert float(task.loss(model, batch)) == pytest.approx(float(each.double().sum()), rel=1e-5)
+
+
+def test_items_of_a_data_set_without_the_field_divide_no_values() -> None:
+    """Of a data set with `read` of somebody's own."""
+    found, _ = gradients(World(0, 1, 0, torch.device("cpu"), None), -1, 2, "all_reduce", "cross")
+    for one, other in zip(found, of_one_batch(Tokens()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 # --- values and means are tried ---

@@ -27,7 +27,7 @@ from trainer.tasks.trial import (
     Snapshot,
     beside_others,
     expanded,
-    halved,
+    of_halves,
     memory_of,
     moving,
     outside_of_checkpoint,
@@ -231,7 +231,7 @@ def _try_values(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]
 
 def _try_means(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:
     """Rejects sums among the means; tells whether the mean of a step depends on its micro-batches."""
-    found = halved(losses, samples, lambda some: _few(task, some).num_items)
+    found = of_halves(losses, samples, lambda some: _few(task, some).num_items)
     if sums := [name for name, why in found.items() if why is None]:
         raise BadInputError(
             f'{task._source}: loss gave a sum ({", ".join(sums)}), and the class says reduction = "mean": it '
@@ -251,10 +251,9 @@ def _try_measure(task: OwnMethods, model: nn.Module) -> None:
     if summarizes:
         # As many rows as in a run: `summarize` may compare them with facts of the whole set.
         again = torch.arange(len(data)) % len(chosen)
-        rows = task.rows(measured, _few(task, chosen, evaluation=True))
         every = {
-            name: tuple(part[again] for part in one) if isinstance(one, tuple) else one[again]
-            for name, one in rows.items()
+            name: Values(*(part if part is None else part[again] for part in one)).rows()
+            for name, one in measured.items()
         }
         try:
             metrics = list(task._summarize(every))

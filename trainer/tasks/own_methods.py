@@ -181,12 +181,9 @@ class OwnMethods:
             raise BadInputError(
                 f"{self._source}: loss gave several; name them in the class: losses = {tuple(given)!r}"
             )
-        else:
-            given = [given]
-        read = [
-            self._read("loss", name, one, samples)
-            for name, one in zip(self.losses or ("",), given, strict=True)
-        ]
+        names = self.losses or ("",)
+        several = given if self.losses else [given]
+        read = [self._read("loss", name, one, samples) for name, one in zip(names, several, strict=True)]
         if len({id(one.counts) for one in read if one.values.ndim}) > 1:
             raise BadInputError(
                 f"{self._source}: loss gave losses with different counts; a step's gradient is divided once: "
@@ -213,7 +210,7 @@ class OwnMethods:
     def _read(self, method: str, name: str, given: Any, samples: int) -> Values:
         rows = method == "measure" and hasattr(self._own, "summarize")
         try:
-            return read_values(given, samples, self.mean, rows)
+            return read_values(given, samples, self.mean and not rows, rows)
         except ValueError as error:
             called = f"'{name}' as " if name else ""
             raise BadInputError(f"{self._source}: {method} gave {called}{error}") from None
@@ -226,35 +223,17 @@ class OwnMethods:
         real, _ = _without_padding(batch, self.evaluation_data)
         count = len_of(real)
         given = self.read_measured(self.given_measure(model, real), count)
-        if not hasattr(self._own, "summarize"):
-            figures = dict[str, Any]()
-            for name, one in given.items():
-                wide = one._replace(values=one.values.double())
-                if not one.values.ndim:
-                    figures[name] = wide.values * batch.num_items, batch.num_items
-                else:
-                    figures[name] = wide.total(), count if one.counts is None else one.number()
-            return figures
-        rows = self.rows(given, real)
-        if not (added := 0 if batch.weight is None else len(batch.weight) - count):
-            return rows
-        return {
-            name: tuple(_padded(part, added) for part in one)
-            if isinstance(one, tuple)
-            else _padded(one, added)
-            for name, one in rows.items()
-        }
-
-    def rows(self, measured: Mapping[str, Values], batch: Batch) -> dict[str, Any]:
-        """Returns rows for `summarize` of what was measured on a batch: values, or values and counts."""
-        samples, rows = len_of(batch), dict[str, Any]()
-        for name, (values, counts) in measured.items():
-            if not values.ndim:  # a mean: each sample has it, and its share of the items
-                each = values.expand(samples)
-                rows[name] = each, torch.full_like(each, batch.num_items / samples, dtype=torch.float64)
+        if hasattr(self._own, "summarize"):
+            added = 0 if batch.weight is None else len(batch.weight) - count
+            return {name: one.rows(added) for name, one in given.items()}
+        figures = dict[str, Any]()
+        for name, one in given.items():
+            wide = one._replace(values=one.values.double())
+            if not one.values.ndim:
+                figures[name] = wide.values * batch.num_items, batch.num_items
             else:
-                rows[name] = values if counts is None else (values, counts)
-        return rows
+                figures[name] = wide.total(), count if one.counts is None else one.number()
+        return figures
 
     def _several(self, given: Any) -> list[Any]:
         """Checks the names of several losses; returns the losses in the order of `losses`."""
@@ -434,10 +413,6 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
 def len_of(batch: Batch) -> int:
     """Returns the samples of a batch."""
     return len(next(iter(batch.fields.values())))
-
-
-def _padded(rows: torch.Tensor, added: int) -> torch.Tensor:
-    return torch.cat([rows, rows.new_zeros((added, *rows.shape[1:]))])
 
 
 def _names(own: Any, attribute: str, source: str) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def beside_others(read: Read, samples: Ints) -> tuple[list[str], list[str]]:
     ]
 
 
-def halved(read: Read, samples: Ints, items: Callable[[Ints], int]) -> dict[str, str | None]:
+def of_halves(read: Read, samples: Ints, items: Callable[[Ints], int]) -> dict[str, str | None]:
     """Compares means of some samples with the means of two halves, weighed by their items.
 
     Args:

@@ -44,6 +44,15 @@ class Values(NamedTuple):
         assert self.counts is not None
         return self.counts.sum(dtype=torch.float64)
 
+    def rows(self, added: int = 0) -> Any:
+        """Returns the values, or the pair of values and counts, with so many zeros behind them."""
+        one, *counts = (
+            torch.cat([part, part.new_zeros((added, *part.shape[1:]))]) if added else part
+            for part in self
+            if part is not None
+        )
+        return (one, *counts) if counts else one
+
 
 def read_values(given: Any, samples: int, mean: bool, rows: bool = False) -> Values:
     """Reads a result of a method on so many samples.

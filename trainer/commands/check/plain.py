@@ -305,12 +305,12 @@ def measure_plainly(task: Any, model: nn.Module, size: int, mixed: torch.dtype |
             numbers[name] = numbers.get(name, 0.0) + number
     metrics = {name: value / (numbers[name] if own else whole) for name, value in sums.items()}
     if rows:
-        given = task.summarize({name: put_together(parts) for name, parts in rows.items()})
+        given = task.summarize({name: of_all_batches(parts) for name, parts in rows.items()})
         metrics |= {name: torch.tensor(float(v), dtype=torch.float64) for name, v in given.items()}
     return {f"metric/{name}": value for name, value in metrics.items()}
 
 
-def put_together(parts: Sequence[Any]) -> Any:
+def of_all_batches(parts: Sequence[Any]) -> Any:
     """Joins values of batches, or values and counts."""
     if isinstance(parts[0], tuple):
         return tuple(map(torch.cat, zip(*parts, strict=True)))
