@@ -114,7 +114,7 @@ FILES = {
     "watch.py": HOOK,
     "syntax.py": f"{OWN}\nclass :\n",
     "import.py": f"{OWN}\nimport no_such_module\n",
-    "method.py": OWN.replace('reduction="none"', 'reduction="none"'),
+    "method.py": OWN.replace('reduction="none"', 'reduction="mean"'),
     "own_data.py": OWN.replace("np.arange(200, dtype=np.float32)", "np.load('nowhere.npy')"),
     "slow.py": f"{OWN}\n{SLOW}",
 }

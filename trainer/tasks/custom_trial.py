@@ -27,9 +27,9 @@ from trainer.tasks.trial import (
     Snapshot,
     beside_others,
     expanded,
-    of_halves,
     memory_of,
     moving,
+    of_halves,
     outside_of_checkpoint,
     resumes_alike,
     size_of_weights,
@@ -252,8 +252,8 @@ def _try_measure(task: OwnMethods, model: nn.Module) -> None:
         # As many rows as in a run: `summarize` may compare them with facts of the whole set.
         again = torch.arange(len(data)) % len(chosen)
         every = {
-            name: Values(*(part if part is None else part[again] for part in one)).rows()
-            for name, one in measured.items()
+            name: Values(one[again], None if counts is None else counts[again]).rows()
+            for name, (one, counts) in measured.items()
         }
         try:
             metrics = list(task._summarize(every))

@@ -78,18 +78,17 @@ def of_halves(read: Read, samples: Ints, items: Callable[[Ints], int]) -> dict[s
             weighed = sum(p * w for p, w in zip(parts, weights, strict=True)) / max(1, sum(weights))
             equal = abs(weighed - mean) <= _SAME * abs(mean) + _ZERO
             apart = abs(weighed - mean) / max(abs(mean), _ZERO)
-            found[name] = (
-                "is equal: exact for any micro-batch"
-                if equal
-                else f"depends on the micro-batch by {apart:.2g}"
-            )
+            depends = f"depends on the micro-batch by {100 * apart:.2g} %"
+            found[name] = "is equal: exact for any micro-batch" if equal else depends
     return found
 
 
 def _of_each(one: Values) -> torch.Tensor:
     """Returns the sum of each sample's values, float64, and beside it that of its counts."""
-    counts = torch.ones_like(one.values, dtype=torch.float64) if one.counts is None else one.counts.double()
-    counted = torch.where(counts != 0, one.values.detach().double() * counts, 0.0)
+    values = one.values.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values.double()
+    counts = torch.ones_like(values) if one.counts is None else one.counts.double()
+    counted = torch.where(counts != 0, values * counts, 0.0).double()
     return torch.stack([part.reshape(len(part), -1).sum(1) for part in (counted, counts)], 1)
 
 
