@@ -437,6 +437,15 @@ def test_what_gives_no_values_in_evaluation_mode_is_tried_in_training_mode() -> 
         measure=lambda _, m, b: {"loss": torch.stack(m(b.fields["x"]))},
     )
     assert len(task.notes) == 2 and "equal" in task.notes[1]
+    few = {name: row[:2] for name, row in Line().data()[0].items()}
+    task = check(
+        reduction="mean",
+        data=lambda _: (few, few),
+        model=lambda _: nn.Sequential(nn.BatchNorm1d(2), Detector(2, 1)),
+        loss=lambda _, m, b: m(b.fields["x"])["boxes"],
+        measure=lambda _, m, b: {"loss": torch.stack(m(b.fields["x"]))},
+    )
+    assert "tried" in task.notes[1], "BatchNorm needs two samples"
 
 
 # --- measure ---

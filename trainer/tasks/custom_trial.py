@@ -39,6 +39,7 @@ from trainer.tasks.values import OLD_SUM, Values
 
 _TRIED = 4  # samples
 _SUMMARIZED = 32  # samples for a trial of `summarize`
+_NO_VALUES = "without values in evaluation mode: whether it compares samples wasn't tried"
 
 
 def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> None:
@@ -205,14 +206,14 @@ def _try_loss(task: OwnMethods, model: nn.Module) -> dict[str, str]:
         values = task.read_loss(task.given_loss(model, _few(task, samples)), len(samples))
         return dict(zip(task.losses or ("loss",), values, strict=True))
 
-    samples, told = np.arange(min(_TRIED, len(task.train_data))), dict[str, str]()
+    samples = np.arange(min(_TRIED, len(task.train_data)))
     with in_evaluation_mode(model):
         try:
-            told |= _try_values(task, losses, samples)
+            told = _try_values(task, losses, samples)
         except Exception:  # a detector gives boxes in evaluation mode
-            told["values"] = "without values in evaluation mode: whether it compares samples wasn't tried"
+            told = {"values": _NO_VALUES}
     if task.mean:
-        with nullcontext() if "values" in told else in_evaluation_mode(model):
+        with nullcontext() if told.get("values") == _NO_VALUES else in_evaluation_mode(model):
             told |= _try_means(task, losses, samples)
     return told
 
@@ -231,7 +232,10 @@ def _try_values(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]
 
 def _try_means(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:
     """Rejects sums among the means; tells whether the mean of a step depends on its micro-batches."""
-    found = of_halves(losses, samples, lambda some: _few(task, some).num_items)
+    try:
+        found = of_halves(losses, samples, lambda some: _few(task, some).num_items)
+    except Exception:  # BatchNorm in training mode has to have two samples
+        return {"means": "a mean whose dependence on the micro-batch couldn't be tried"}
     if sums := [name for name, why in found.items() if why is None]:
         raise BadInputError(
             f'{task._source}: loss gave a sum ({", ".join(sums)}), and the class says reduction = "mean": it '

@@ -37,7 +37,11 @@ def beside_others(read: Read, samples: Ints) -> tuple[list[str], list[str]]:
     """
     whole, again = read(samples, 0), read(samples, 1)
     values = {name: _of_each(one) for name, one in whole.items() if one.values.ndim}
-    draws = [name for name, one in values.items() if not _same(one, _of_each(again[name]), 0.0)]
+    draws = [
+        name
+        for name, one in values.items()
+        if name not in again or not _same(one, _of_each(again[name]), 0.0)
+    ]
     half = len(samples) // 2
     first = read(samples[:half], 0) if half else {}
     return draws, [
