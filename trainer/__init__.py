@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.observe.log import Sink as Sink
     from trainer.runs.tracking.tracker import Tracker as Tracker
     from trainer.tasks import Task as Task
+    from trainer.tasks.values import means as means
     from trainer.train.components.run import build as build
     from trainer.train.components.task import make_task as make_task
     from trainer.train.hooks import Hook as Hook, HookError as HookError
@@ -47,6 +48,7 @@ PUBLIC = {
     "A custom task": {
         "Task": "tasks",
         "Batch": "data.batch",
+        "means": "tasks.values",
         "Dataset": "data.dataset",
         "Field": "data.dataset",
     },

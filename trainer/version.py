@@ -19,5 +19,7 @@ ARITHMETIC_CHANGES = {
     7: "a turn of several tool calls, each with its mark, ends with the last of them",
     8: "with anomaly.nonfinite=skip the loss of a record is the mean of the steps that were made, and null "
     "where there are none; the weights are as before",
+    9: "a custom task gives a value for each sample, which the trainer adds up: losses and figures differ by "
+    "rounding, and weights where not all counts",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

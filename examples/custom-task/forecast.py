@@ -40,21 +40,21 @@ class Forecast:
         return (batch.fields["past"],)
 
     def loss(self, model, batch):
-        """Each a tensor (): a sum over the samples, never their mean, of squared errors."""
+        """Each a value for each sample, (n,): its squared errors."""
         predicted, future, half = model(*self.inputs(batch)), batch.fields["future"], FUTURE // 2
-        near = F.mse_loss(predicted[:, :half], future[:, :half], reduction="sum") / FUTURE
-        far = F.mse_loss(predicted[:, half:], future[:, half:], reduction="sum") / FUTURE
+        near = F.mse_loss(predicted[:, :half], future[:, :half], reduction="none").sum(1) / FUTURE
+        far = F.mse_loss(predicted[:, half:], future[:, half:], reduction="none").sum(1) / FUTURE
         return {"near": near, "far": far}
 
     def measure(self, model, batch):
-        """A sum over the samples, (), and rows of two errors of each, (n, 2), which `summarize` gets."""
+        """Two errors of each sample, (n, 2), which `summarize` gets."""
         past, future = batch.fields["past"], batch.fields["future"]
         predicted = (model(past) - future).square().mean(1)
         repeated = (past[:, -1:] - future).square().mean(1)  # as if the last value stayed
-        return {"loss": predicted.sum(), "errors": torch.stack((predicted, repeated), 1)}
+        return {"errors": torch.stack((predicted, repeated), 1)}
 
     def summarize(self, rows):
-        """Figures from the rows of all samples."""
+        """Figures from the values of all samples."""
         predicted, repeated = rows["errors"].mean(0).sqrt().tolist()
         return {"rmse": predicted, "rmse_of_repeating": repeated}
 

@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("signal.npy")
 class Windows:
     """Windows of a signal, float32 (PAST,) and (FUTURE,), read from the file when they are needed."""
 
-    num_items = 1  # what the loss of a sample is a sum over
+    num_items = 1  # of a sample
     uniforms = 1  # random numbers for each sample in training: how far its window is moved
     arrays = None  # not in memory
     in_process = False  # read by loader workers

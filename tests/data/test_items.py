@@ -60,10 +60,10 @@ class Task:
         return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 2))
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")}
+        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")}
 
 
 def task_of(**methods: Any) -> CustomTask:
@@ -198,7 +198,7 @@ class Words:
 def token_loss(_: Any, model: nn.Module, batch: Any) -> Any:
     tokens = batch.fields["tokens"]
     each = model(tokens.float()[..., None]).squeeze(-1).square()
-    return torch.where(tokens > 0, each, 0.0).sum()
+    return torch.where(tokens > 0, each, 0.0).sum() / (tokens > 0).sum()
 
 
 def test_items_of_unlike_sizes_come_through_collate() -> None:
@@ -208,6 +208,7 @@ def test_items_of_unlike_sizes_come_through_collate() -> None:
         model=lambda _: nn.Linear(1, 1),
         loss=token_loss,
         measure=lambda s, m, b: {"loss": token_loss(s, m, b)},
+        reduction="mean",
     )
     check_request(recipe_of(), task, 1)
     run = build_alone(recipe_of(workers=0), task)
@@ -352,7 +353,7 @@ class Mine:
         return nn.Linear(2, 2)
 
     def loss(self, model, batch):
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}
@@ -460,7 +461,7 @@ class Mine:
         return nn.Linear(2, 2)
 
     def loss(self, model, batch):
-        return F.cross_entropy(model(batch.fields["0"]), batch.fields["1"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["0"]), batch.fields["1"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

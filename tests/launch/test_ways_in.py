@@ -75,7 +75,7 @@ class Own:
         return nn.Linear(2, 1)
 
     def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}
@@ -108,7 +108,7 @@ FILES = {
     "watch.py": HOOK,
     "syntax.py": f"{OWN}\nclass :\n",
     "import.py": f"{OWN}\nimport no_such_module\n",
-    "method.py": OWN.replace('reduction="sum"', 'reduction="none"'),
+    "method.py": OWN.replace('reduction="none"', 'reduction="mean"'),
     "own_data.py": OWN.replace("np.arange(200, dtype=np.float32)", "np.load('nowhere.npy')"),
     "leaves.py": OWN.replace("x = np", "raise SystemExit(0)\n        x = np"),
     "table/train.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,

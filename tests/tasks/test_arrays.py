@@ -39,10 +39,11 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         self.seen.append(batch.fields["z"].clone())
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        return {"loss": self.loss(model, batch)}
+        each = self.loss(model, batch)
+        return {"loss": each if self.num_items is None else each.mean()}
 
 
 class Items(torch.utils.data.Dataset[Any]):
@@ -147,7 +148,10 @@ def test_an_item_is_named_by_its_number() -> None:
 
 
 def test_an_evaluation_that_counts_nothing_is_one_line() -> None:
-    task = CustomTask(Task(np.ones(12), items=True, num_items=np.zeros(12, np.int64)), "own")
+    class Mean(Task):
+        reduction = "mean"
+
+    task = CustomTask(Mean(np.ones(12), items=True, num_items=np.zeros(12, np.int64)), "own")
     run = build_alone(make_recipe(data={"global_batch_size": 12, "micro_batch_size": 6}), task)
     with refused("num_items 0"):
         evaluate_run(run)
@@ -170,7 +174,7 @@ def test_weights_of_a_type_that_can_not_be_trained(kind: torch.dtype, mode: str,
             return nn.Linear(4, 2, bias=False).to(kind)
 
         def loss(self, model: Any, batch: Any) -> Any:
-            return (batch.fields["x"].to(model.weight.dtype) @ model.weight.T).float().square().sum()
+            return (batch.fields["x"].to(model.weight.dtype) @ model.weight.T).float().square().sum(1)
 
     recipe = make_recipe(precision={"mode": mode})
     task = CustomTask(Odd(np.ones(12)), "own")

@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import refused
 from tests.helpers.small_task import Small
 from trainer.errors import BadInputError
 from trainer.observe.rows import OWN, why_no_metric
 from trainer.tasks.custom import CustomTask
-from trainer.tasks.custom_trial import _try_loss
 from trainer.train.start.from_python import Fitted
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -52,7 +51,7 @@ class Classes(Small):
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["label"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["label"], reduction="none")
 
 
 def check(measure: Callable[..., Any], **more: Any) -> None:
@@ -62,78 +61,8 @@ def check(measure: Callable[..., Any], **more: Any) -> None:
     CustomTask(type("Mine", (Classes,), {"measure": measured, **more})(), "mine").check()
 
 
-def right(out: torch.Tensor, fields: Any) -> Any:
-    return out.argmax(1) == fields["label"]
-
-
 def of_two(out: torch.Tensor, fields: Any) -> Any:
     return (out[:, 0] > 9) == fields["few"]
-
-
-MEANS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
-    "loss": lambda o, f: F.cross_entropy(o, f["label"]),
-    "perplexity": lambda o, f: F.cross_entropy(o, f["label"]).exp(),
-    "rmse": lambda o, f: F.mse_loss(o[:, :1], f["y"]).sqrt(),
-    "accuracy": lambda o, f: of_two(o, f).float().mean(),
-    "accuracy 0": lambda o, f: right(o, f).float().mean(),
-    "accuracy 0 by hand": lambda o, f: right(o, f).sum() / len(o),
-    "accuracy 0 as a number": lambda o, f: right(o, f).double().mean().item(),
-    "top 5, 0": lambda o, f: (o.topk(5, 1).indices == f["label"][:, None]).any(1).float().mean(),
-    "precision": lambda o, f: ((o[:, 0] > 9) & f["few"]).sum() / (o[:, 0] > 9).sum(),
-    "correlation": lambda o, f: torch.corrcoef(torch.stack([o[:, 0], f["y"][:, 0]]))[0, 1],
-    "max": lambda o, _f: o.max(),
-    "negative": lambda o, f: -F.mse_loss(o[:, :1], f["y"]),
-    "scale": lambda _o, _f: torch.tensor(2.5),
-    "noisy": lambda o, f: (f["y"] + torch.randn(len(o), 400)).mean(),
-}
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3, 12])
-@pytest.mark.parametrize("name", MEANS)
-def test_a_mean_is_refused(name: str, samples: int) -> None:
-    if (name, samples) in (("correlation", 1), ("precision", 1), ("precision", 2)):
-        return  # not defined
-    with refused("figure"):
-        check(lambda out, fields: {"figure": MEANS[name](out, fields)}, samples=samples)
-
-
-SUMS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
-    "right": lambda o, f: right(o, f).sum(),
-    "right of two": lambda o, f: of_two(o, f).sum(),
-    "samples": lambda o, _f: len(o),
-    "squares": lambda o, f: (o[:, :1] - f["y"]).square().sum(),
-    "signed": lambda o, f: (o[:, :1] - f["y"]).sum(),
-    "zero": lambda _o, _f: 0.0,
-    "mean x samples": lambda o, f: F.mse_loss(o[:, :1], f["y"]) * len(o),
-    "nan": lambda o, _f: o.sum() * float("nan"),
-    "infinite": lambda o, _f: o.sum().abs() / 0,
-    "positives": lambda _o, f: f["few"].sum(),
-    "noisy": lambda o, f: (f["y"] + torch.randn(len(o), 400)).mean(1).sum(),
-}
-
-
-@pytest.mark.parametrize("samples", [1, 2, 12])
-def test_a_sum_passes(samples: int, capsys: pytest.CaptureFixture[str]) -> None:
-    check(lambda o, f: {name: one(o, f) for name, one in SUMS.items()}, samples=samples)
-    check(lambda o, _f: {"some": o.sum()} if len(o) % 4 else {})  # of some batches only
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "figure",
-    [
-        lambda _o, f: f["y"].norm(),
-        lambda _o, f: f["y"].std(),
-        lambda o, f: (right(o, f).sum() + 1) / (len(o) + 2),
-        lambda _o, f: (1 + f["y"].square().sum()).exp(),
-        lambda _o, f: f["y"].sum().square(),
-    ],
-    ids=["norm", "std", "smoothed ratio", "perplexity of the sum", "square of the sum"],
-)
-def test_what_is_neither_is_a_warning(figure: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    check(lambda o, f: {"figure": figure(o, f)})
-    (line,) = capsys.readouterr().err.splitlines()
-    assert named(line, "figure")
 
 
 def test_of_rows_summarize_makes_any_figure() -> None:
@@ -142,7 +71,8 @@ def test_of_rows_summarize_makes_any_figure() -> None:
 
     def summarize(_: Any, rows: Any) -> Any:
         assert rows["right"].dtype == torch.bool
-        return {"rmse": rows["error"].mean().sqrt(), "wrong": (~rows["right"]).float().mean()}
+        wrong = (~rows["right"]).float().mean()
+        return {"rmse": rows["error"].mean().sqrt(), "wrong": wrong, **trainer.means(rows, "loss")}
 
     check(measure, summarize=summarize)
 
@@ -153,7 +83,7 @@ NAMES: list[Any] = [*sorted(OWN), "eval/loss", "time/mine", "cost/x", "energy/x"
 @pytest.mark.parametrize("name", [*NAMES, "x" * 200, "\ud800", ("a", "b")])
 def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
     with pytest.raises(BadInputError, match=f"measure gave {re.escape(repr(name)[:70])}") as caught:
-        check(lambda o, _f: {name: o.sum()})
+        check(lambda o, _f: {name: o[:, 0]})
     assert "\n" not in str(caught.value)
     with pytest.raises(BadInputError, match=f"summarize gave {re.escape(repr(name)[:70])}"):
         check(lambda o, _f: {"row": o}, summarize=lambda *_: {name: 1.0})
@@ -163,8 +93,10 @@ def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
 
 
 def test_other_names_are_free() -> None:
-    check(lambda o, _f: {name: o.sum() for name in ("a b", "ünï/x", "loss/a", "lr", "steps", "0", "weight")})
-    check(lambda o, _f: {"step": o, "a\nb": o}, summarize=lambda *_: {"m": 1.0})  # of rows, which aren't told
+    check(lambda o, _f: dict.fromkeys(("a b", "ünï/x", "loss/a", "lr", "steps", "0", "weight"), o[:, 0]))
+    check(
+        lambda o, _f: {"step": o, "a\nb": o}, summarize=lambda *_: {"loss": 1.0}
+    )  # of rows, which aren't told
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
@@ -172,7 +104,6 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "cut": (lambda o, _f: {"row": o if len(o) > 4 else o.long()}, "rows 'row' as a tensor of shape"),
     "gone": (lambda o, _f: {"row": o} if len(o) > 4 else {}, "rows 'row' as a tensor of shape"),
     "sparse": (lambda o, _f: {"row": o.to_sparse()}, "'row' as a sparse_coo tensor"),
-    "complex": (lambda o, _f: {"a": o.sum() * 1j}, "'a' as a tensor of shape () and dtype complex64"),
     "text": (lambda _o, _f: {"a": "1.5"}, "'a' as a str"),
     "gradients": (
         lambda o, f: {"a": torch.autograd.grad(o.sum(), f["x"].requires_grad_())[0].sum()},
@@ -212,10 +143,10 @@ def test_fields_may_have_our_names(resident: bool, last: str) -> None:
 
     def loss(_: Any, model: nn.Module, batch: Any) -> Any:
         each = F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-        return (each * sum(batch.fields[name][:, :1] for name in names)).sum()
+        return each * sum(batch.fields[name][:, :1] for name in names)
 
     def measure(_: Any, __: nn.Module, batch: Any) -> Any:
-        return {"loss": batch.fields["x"].sum(), **{f"of_{n}": batch.fields[n].sum() for n in names}}
+        return {"loss": batch.fields["x"].sum(1), **{f"of_{n}": batch.fields[n].sum(1) for n in names}}
 
     settings = {"data.resident": resident, "data.last_batch": last}
     methods: dict[str, Any] = {"data": data, "loss": loss, "measure": measure}
@@ -241,7 +172,7 @@ def adversarial(own: Any, model: nn.Module, batch: Any) -> Any:
     """Takes gradients, and leaves some at the parameters."""
     with torch.enable_grad():
         x = batch.fields["x"].clone().requires_grad_()
-        own.loss(model, replace(batch, fields={**batch.fields, "x": x})).backward()
+        own.loss(model, replace(batch, fields={**batch.fields, "x": x})).sum().backward()
     assert x.grad is not None
     worse = replace(batch, fields={**batch.fields, "x": x + 0.1 * x.grad.sign()})
     return {"loss": own.loss(model, batch), "attacked": own.loss(model, worse)}
@@ -263,11 +194,11 @@ def penalized(_: Any, model: nn.Module, batch: Any) -> torch.Tensor:
     x = batch.fields["x"].clone().requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.mse_loss(out, batch.fields["y"], reduction="sum") + slope.square().sum()
+    return F.mse_loss(out, batch.fields["y"], reduction="none") + slope.square().sum(1, keepdim=True)
 
 
 def test_a_loss_may_take_gradients() -> None:
-    """Here they pull the weights to 0; and a mean of them is found like any other."""
+    """Here they pull the weights to 0."""
     methods: dict[str, Any] = {
         "loss": penalized,
         "measure": lambda _, model, batch: {"loss": Small().loss(model, batch)},
@@ -275,51 +206,11 @@ def test_a_loss_may_take_gradients() -> None:
     for more in ({}, {"memory.checkpointing": "none", "precision.debug": True}):
         run = fit(settings={"epochs": 30, "optim.name": "sgd", "optim.lr": 0.05, **more}, **methods)
         assert run.model().weight.detach().abs().max() < 0.5  # type: ignore[operator]
-    with pytest.raises(BadInputError, match="loss gave a mean"):
-        fit(**methods | {"loss": lambda *given: penalized(*given) / len(given[2].fields["x"])})
-
-
-def pairs(z: torch.Tensor, _fields: Any, reduction: str = "mean") -> torch.Tensor:
-    """A contrastive loss: each sample against all others."""
-    z = F.normalize(torch.cat((z[:, 1:9], z[:, 1:9] + 0.1)), dim=1)
-    alike = (z @ z.T).fill_diagonal_(-9.0)
-    n = len(z) // 2
-    return F.cross_entropy(alike, torch.arange(2 * n).roll(n), reduction=reduction)
-
-
-def plain(z: torch.Tensor, fields: Any) -> torch.Tensor:
-    return F.cross_entropy(z, fields["label"], reduction="sum")
-
-
-LOSSES: dict[str, tuple[bool, Callable[[torch.Tensor, Any], torch.Tensor]]] = {
-    "mean of pairs": (True, pairs),
-    "penalty": (True, lambda z, f: plain(z, f) + 9),
-    "sum of pairs": (False, lambda z, f: pairs(z, f, "sum")),
-    "pairs times samples": (False, lambda z, f: pairs(z, f) * len(z)),
-    "negative": (False, lambda z, f: -plain(z, f)),
-    "dropout": (False, lambda z, f: plain(F.dropout(z, 0.5), f)),
-}
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_loss_with_a_part_that_is_no_sum_is_a_warning(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told, made = LOSSES[kind]
-
-    def loss(_own: Any, model: nn.Module, batch: Any) -> torch.Tensor:
-        return made(model(batch.fields["x"]), batch.fields)
-
-    task = CustomTask(type("Mine", (Classes,), {"loss": loss})(), "mine")
-    _try_loss(task, Classes().model())
-    said = capsys.readouterr().err
-    assert said.count("\n") == told
-    assert ("isn't doubled by the same samples twice" in said) is told
 
 
 def test_another_metric_that_is_not_finite_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def measure(own: Any, model: nn.Module, batch: Any) -> Any:
-        return {"loss": own.loss(model, batch), "auc": model(batch.fields["x"]).sum().abs() * float("inf")}
+        return {"loss": own.loss(model, batch), "auc": model(batch.fields["x"]).abs() * float("inf")}
 
     run = fit(settings={"evaluation.patience": 3}, measure=measure)
     told = [line for line in capsys.readouterr().err.splitlines() if "auc" in line]
@@ -364,10 +255,21 @@ def test_items_of_a_data_set_that_cannot_be_counted(how: str) -> None:
             item = {"x": np.ones(2, np.float32), "y": np.ones(1, np.float32), "num_items": np.int64(count)}
             return {**item, 0: 1.0, "0": 1.0} if self.odd and how == "two alike" else item
 
+    def mean(_: Any, model: nn.Module, batch: Any) -> Any:
+        return Small().loss(model, batch).mean()
+
+    def measured(_: Any, model: nn.Module, batch: Any) -> Any:
+        return {"loss": mean(_, model, batch)}
+
     message = {
         "below 0": "sample 7 has num_items -1",
         "none at all": "the evaluation data has no items",
         "two alike": "are the same as text",
     }
     with pytest.raises(BadInputError, match=message[how]):
-        fit(data=lambda _: (Counted(how != "none at all"), Counted(True)))
+        fit(
+            data=lambda _: (Counted(how != "none at all"), Counted(True)),
+            reduction="mean",
+            loss=mean,
+            measure=measured,
+        )

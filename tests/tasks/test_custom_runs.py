@@ -110,7 +110,7 @@ class Points:
 
     def loss(self, model, batch):
         (y,) = batch.fields.values()
-        return (model(y) - y).square().sum()
+        return (model(y) - y).square()
 
     def measure(self, model, batch):
         return {{"loss": self.loss(model, batch)}}
@@ -166,8 +166,8 @@ def test_a_changed_file_is_another_task(here: Path) -> None:
     recipe = recipe_of(here / "mine.py", epochs=1, log={"to": ["jsonl"]}, parallel={"threads": 1})
     assert forked.attempt(here / "run", recipe, stop_after=5).code == 75
     text = (here / "mine.py").read_text()
-    assert 'reduction="sum"' in text
-    (here / "mine.py").write_text(text.replace('reduction="sum"', 'reduction="sum", label_smoothing=0.1'))
+    assert 'reduction="none"' in text
+    (here / "mine.py").write_text(text.replace('reduction="none"', 'reduction="none", label_smoothing=0.1'))
     told = forked.attempt(here / "run", recipe)
     assert told.code == 2
     assert "method loss" in told.line
@@ -249,7 +249,7 @@ def test_the_average_is_evaluated_where_a_model_keeps_functions_of_its_own(
     for name in ("ema", "model"):
         model = Bound().eval()
         model.load_state_dict(safetensors.torch.load_file(run.folder / f"{name}.safetensors"))
-        losses.append(float(Spirals().measure(model, batch)["loss"].detach()) / 400)
+        losses.append(float(Spirals().measure(model, batch)["loss"].detach().mean()))
     assert losses[0] == pytest.approx(run.metrics["loss"], rel=1e-5)
     assert losses[0] != pytest.approx(losses[1], rel=0.01)
 
@@ -345,12 +345,12 @@ class Sparse:
         items[:3] = 5
         y = random.integers(0, 4, (64, 5))
         y[np.arange(5) >= items[:, None]] = -100
-        return (both := {"x": x, "y": y, "num_items": items}), both
+        return (both := {"x": x, "y": y}), both
     def model(self):
         return nn.Linear(3, 4)
     def loss(self, model, batch):
-        logits = model(batch.fields["x"]).flatten(0, 1)
-        return F.cross_entropy(logits, batch.fields["y"].flatten(), reduction="sum")
+        logits, y = model(batch.fields["x"]).flatten(0, 1), batch.fields["y"]
+        return F.cross_entropy(logits, y.flatten(), reduction="none").view(y.shape), y >= 0
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}
 """

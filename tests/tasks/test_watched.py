@@ -32,7 +32,7 @@ class Plain:
         return nn.Linear(2, 2)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch.fields["point"]), batch.fields["label"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["point"]), batch.fields["label"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return {"loss": Plain.loss(self, model, batch)}
@@ -44,10 +44,10 @@ class Watched(Plain):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         logits, label = model(batch.fields["point"]), batch.fields["label"]
         return {
-            "loss": F.cross_entropy(logits, label, reduction="sum"),
-            "accuracy": (logits.argmax(1) == label).sum(),  # an integer
-            "norm": logits.norm(dim=1).sum(),  # with a graph
-            "odd": torch.full((), math.nan),
+            "loss": F.cross_entropy(logits, label, reduction="none"),
+            "accuracy": logits.argmax(1) == label,  # bools
+            "norm": logits.norm(dim=1),  # with a graph
+            "odd": torch.full((len(label),), math.nan),
         }
 
 
@@ -78,7 +78,7 @@ def test_what_is_watched_is_checked_before_the_training() -> None:
     class Mean(Watched):
         def loss(self, model: nn.Module, batch: Any) -> Any:
             parts = super().loss(model, batch)
-            return {**parts, "norm": parts["norm"] / len(batch.fields["label"])}
+            return {**parts, "norm": parts["norm"].mean()}
 
     class Both(Watched):
         losses = ("loss", "odd")

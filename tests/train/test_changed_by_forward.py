@@ -95,7 +95,7 @@ class Base(nn.Module):
         if self.training and late:
             self.change(x)
         made = self.student(x)
-        loss: torch.Tensor = (self.drop(made) - wanted).square().sum() + made[:, 0].sub(1).square().sum()
+        loss: torch.Tensor = (self.drop(made) - wanted).square().sum(1) + made[:, 0].sub(1).square()
         return loss
 
 
@@ -103,7 +103,7 @@ class Squared(nn.Module):
     """A loss as a module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().sum()
+        return x.square().sum(1)
 
 
 class Own:
@@ -175,7 +175,7 @@ def by_hand(kind: str, steps: int = 8) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD([matrices, others], lr=LR)
     for _, batch in zip(range(steps), run.loader(run.share.batches()), strict=False):
         optimizer.zero_grad()
-        (model(batch.fields["x"]) / 8).backward()
+        (model(batch.fields["x"]).sum() / 8).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -257,7 +257,7 @@ def test_an_embedding_that_limits_its_norm_is_refused() -> None:
             return {"x": word}, {"x": word[:10]}
 
         def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-            result: torch.Tensor = model(batch.fields["x"]).sum()
+            result: torch.Tensor = model(batch.fields["x"]).sum((1, 2))
             return result
 
     own = Words(lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=0.5)))
@@ -303,7 +303,7 @@ class Lazy(nn.Module):
                 self.made = nn.Linear(4, 4, dtype=F64)  # type: ignore[assignment]
             else:
                 self.register_buffer("made", value, persistent=False)
-        return self.linear(x).sum()  # type: ignore[no-any-return]
+        return self.linear(x).sum(1)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("when", ["", "training", "evaluation"])
@@ -346,7 +346,7 @@ class Counts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.scale.mul_(0.9).add_(0.1 * x.abs().mean(0))
-        return self.linear(x / self.scale.clone()).square().sum()  # type: ignore[no-any-return]
+        return self.linear(x / self.scale.clone()).square().sum(1)  # type: ignore[no-any-return]
 
 
 def looped(own: Any, every: str, **sections: Any) -> Run:
@@ -422,7 +422,7 @@ class Modes(nn.Module):
             self.seen.append(tuple(m.training for m in (self, self.norm, self.drop, self.linear)))
             if self.off and len(self.seen) == 3:
                 getattr(self, self.off).eval()
-        return self.linear(self.drop(self.norm(x))).square().sum()  # type: ignore[no-any-return]
+        return self.linear(self.drop(self.norm(x))).square().sum(1)  # type: ignore[no-any-return]
 
 
 class Stays(nn.BatchNorm1d):
@@ -487,7 +487,7 @@ def test_a_frozen_batchnorm_computes_as_in_plain_pytorch() -> None:
     alone: Any = seeded(make)()
     train_step(run, batches, 0)
     batch = next(iter(a_run(ALONE, Own(seeded(make)), 8).loader(run.share.batches())))
-    (alone(batch.fields["x"]) / 8).backward()
+    (alone(batch.fields["x"]).sum() / 8).backward()
     torch.optim.SGD(alone.linear.parameters(), lr=0.01).step()
     assert torch.equal(run.state.model.get_buffer("norm.running_mean"), torch.full((4,), 3.0, dtype=F64))
 

@@ -57,7 +57,7 @@ class Points:
         return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 2))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         return {"loss": self.loss(model, batch)}
@@ -563,7 +563,7 @@ TASK = dedent("""
             return nn.Linear(1, 1)
 
         def loss(self, model, batch):
-            return (model(batch.fields["x"]) - batch.fields["x"]).square().sum()
+            return (model(batch.fields["x"]) - batch.fields["x"]).square().sum(1)
 
         def measure(self, model, batch):
             return {{"loss": self.loss(model, batch)}}

@@ -38,6 +38,10 @@ class Numbered(Small):
     def measure(self, _: nn.Module, batch: Any) -> Any:
         return MEASURED[self.given][0](self, batch.fields["n"])
 
+
+class Rows(Numbered):
+    """With `summarize`, which gets all values."""
+
     def summarize(self, rows: Any) -> Any:
         if self.given == "breaks on one":
             return {"m": 1 // self.rank}
@@ -45,42 +49,62 @@ class Numbered(Small):
             return {"m": random.SystemRandom().random()}
         if self.given == "a name":
             return {"m": 1.0, "a\nb": 2.0, 3: 4.0}
-        told = {name: [str(value.dtype), value.tolist()] for name, value in rows.items()}
+        told = {
+            name: [[str(part.dtype), part.tolist()] for part in (one if isinstance(one, tuple) else (one,))]
+            for name, one in rows.items()
+        }
         return {json.dumps(told, sort_keys=True, default=str)[:100]: float(len(told))}
 
 
-def sums(n: torch.Tensor) -> dict[str, Any]:
-    return {name: (n + number).sum() for number, name in enumerate("abcd")}
+def values(n: torch.Tensor) -> dict[str, Any]:
+    return {name: n + number for number, name in enumerate("abcd")}
 
 
 def shuffled(n: torch.Tensor) -> dict[str, Any]:
     """In another order for each batch, as a set's is in each process."""
-    pairs = [*sums(n).items()]
+    pairs = [*values(n).items()]
     random.Random(int(n[0])).shuffle(pairs)
     return dict(pairs)
 
 
 def typed(kind: torch.dtype) -> Callable[[Numbered, torch.Tensor], dict[str, Any]]:
-    return lambda _, n: {"row": n.to(kind), "a": n.sum()}
+    return lambda _, n: {"row": n.to(kind)}
 
 
 WHOLE = {"a": 6.0, "b": 7.0, "c": 8.0, "d": 9.0}
-ODD = {"a": sum((4, 5, 12)) / SAMPLES}
+Cases = dict[str, tuple[Callable[[Any, torch.Tensor], Any], dict[str, float] | str | None]]
 # What a batch is measured as, and the metrics; or what is said. None: the same on any number of ranks.
-MEASURED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], dict[str, float] | str | None]] = {
+MEANS: Cases = {
     "another order": (lambda _, n: shuffled(n), WHOLE),
-    "some batches": (lambda _, n: sums(n) if n[0] % 4 else {"a": sums(n)["a"]}, None),
-    "one rank": (lambda _, n: {"a": n.sum()} if n[0] in (4, 12) else {}, ODD),
-    "numbers": (
-        lambda _, n: {"a": int(n.sum()), "b": float(n.sum()) + 0.5 * len(n), "c": np.float32(len(n))},
-        {"a": 6.0, "b": 6.5, "c": 1.0},
+    "some batches": (lambda _, n: values(n) if n[0] % 4 else {"a": n}, None),
+    "one rank": (lambda _, n: {"a": n} if n[0] in (4, 12) else {}, {"a": 7.0}),
+    "pairs": (
+        lambda _, n: {
+            "a": (n, n > 5),
+            "b": (n.double(), n),
+            "c": (n[:, None].expand(-1, 3), torch.eye(13, 3)[n]),
+        },
+        {"a": 9.0, "b": 650 / 78, "c": 1.0},
     ),
-    "kinds": (lambda _, n: {"a": (n > 5).any(), "b": n.sum().half(), "c": n.sum().double()}, None),
-    "with a graph": (lambda _, n: {"a": n.sum().float().requires_grad_() * 1}, {"a": 6.0}),
+    "a pair once": (lambda _, n: {"a": (n, n > 3) if n[0] == 4 else n}, {"a": 6.0}),
+    "what doesn't count": (lambda _, n: {"a": ((n - 3).double().log(), n > 3)}, None),
+    "kinds": (lambda _, n: {"a": n > 5, "b": n.half(), "c": n.double()}, {"a": 7 / 13, "b": 6.0, "c": 6.0}),
+    "one more dimension": (lambda _, n: {"a": n[:, None]}, {"a": 6.0}),
+    "with a graph": (lambda _, n: {"a": n.float().requires_grad_() * 1}, {"a": 6.0}),
     "types that differ": (
-        lambda _, n: {"a": n.sum() if n[0] % 4 else n.double().sum() + 0.25},
-        {"a": (78 + 0.25 * 4) / SAMPLES},
+        lambda _, n: {"a": n if n[0] % 4 else n.double() + 0.25},
+        {"a": (78 + 0.25 * 7) / SAMPLES},
     ),
+    "nothing counts": (lambda _, n: {"a": (n, n > 20)}, "'a'"),
+    "a sum": (lambda _, n: {"a": n.sum() if n[0] == 4 else n}, "'a' as a tensor of shape ()"),
+    "no dict": (lambda _, n: n if n[0] == 4 else {"a": n}, "measure gave a tensor of shape (2,)"),
+    "nothing": (lambda *_: {}, "measure gave nothing for any batch"),
+    "complex": (lambda _, n: {"a": n * 1j}, "measure gave 'a' as a tensor of shape (2,) and dtype complex"),
+    "a word": (lambda _, n: {"a": "high" if n[0] == 4 else n}, "measure gave 'a' as a str"),
+    "a number as name": (lambda _, n: {4 if n[0] == 4 else "a": n}, "measure gave 4, which is no name"),
+    "a row's name": (lambda _, n: {"step" if n[0] == 4 else "a": n}, "gave 'step', which is what rows"),
+}
+OF_ROWS: Cases = {
     **{
         f"rows of {str(kind)[6:]}": (typed(kind), None)
         for kind in (torch.bool, torch.int16, torch.uint16, torch.complex64, torch.bfloat16, torch.float64)
@@ -90,13 +114,12 @@ MEASURED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], dict[str, float] |
         lambda _, n: dict([*{"p": n, "q": -n, "r": n > 3}.items()][:: 1 if n[0] % 4 else -1]),
         None,
     ),
+    "rows and counts": (lambda _, n: {"p": (n[:, None].repeat(1, 3), torch.eye(13, 3)[n])}, None),
     "draws": (lambda _, n: {"row": n}, None),
     "a name": (lambda _, n: {"row": n}, {"m": 1.0}),
     "breaks on one": (lambda _, n: {"row": n}, "in summarize: ZeroDivisionError"),
-    "no rows once": (
-        lambda _, n: {"a": n.sum(), **({} if n[0] == 4 else {"row": n})},
-        "gave rows 'row' for 6 of 7 batches",
-    ),
+    "no rows once": (lambda _, n: {"a": n, **({} if n[0] == 4 else {"row": n})}, "'row' for 6 of 7 batches"),
+    "counts once": (lambda _, n: {"row": (n, n > 3) if n[0] == 4 else n}, "'row' for 1 of 7 batches"),
     "wider rows": (
         lambda _, n: {"row": torch.zeros(len(n), 3 if n[0] == 4 else 2)},
         "of float32 for another; give one shape and type",
@@ -105,28 +128,16 @@ MEASURED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], dict[str, float] |
         lambda _, n: {"row": n / 2 if n[0] == 4 else n},
         "measure gave 'row' as rows (n,) of ",
     ),
-    "sums and rows": (
-        lambda _, n: {"a": n if n[0] == 4 else n.sum()},
-        "for another; give one shape and type",
-    ),
     "too many rows": (
         lambda _, n: {"row": torch.cat([n, n]) if n[0] == 4 else n},
         "'row' as a tensor of shape (4,) and dtype int64 for 2 samples",
     ),
-    "no dict": (lambda _, n: n.sum() if n[0] == 4 else {"a": n.sum()}, "measure gave a tensor of shape ()"),
-    "nothing": (lambda *_: {}, "measure gave nothing for any batch"),
-    "complex": (
-        lambda _, n: {"a": n.sum() * 1j},
-        "measure gave 'a' as a tensor of shape () and dtype complex",
-    ),
-    "a word": (lambda _, n: {"a": "high" if n[0] == 4 else n.sum()}, "measure gave 'a' as a str"),
-    "a number as name": (lambda _, n: {4 if n[0] == 4 else "a": n.sum()}, "measure gave 4, which is no name"),
-    "a row's name": (lambda _, n: {"step" if n[0] == 4 else "a": n.sum()}, "gave 'step', which is what rows"),
 }
+MEASURED = {**MEANS, **OF_ROWS}
 
 
 def measured(world: World, given: str) -> Any:
-    own = Numbered()
+    own = Rows() if given in OF_ROWS else Numbered()
     own.given, own.rank = given, world.rank
     task: Any = CustomTask(own, "mine")
     data = task.evaluation_data
@@ -158,4 +169,4 @@ def test_rows_come_as_they_were_given() -> None:
     """Of their own type, to the last bit."""
     world = World(0, 1, 0, torch.device("cpu"), None)
     for kind in ("bool", "int16", "complex64"):
-        assert f'"torch.{kind}"' in next(name for name in measured(world, f"rows of {kind}") if name != "a")
+        assert f'"torch.{kind}"' in next(iter(measured(world, f"rows of {kind}")))

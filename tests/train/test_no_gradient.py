@@ -27,8 +27,7 @@ class Task(TokenTask):
     def __init__(self, ragged: bool, losses: bool = False) -> None:
         super().__init__(32, ragged=ragged, dtype=torch.float32, blocks=1)
         self.calls, self.per_step = 0, 2
-        if losses:
-            self.losses = ("a", "b")
+        self.losses = ("a", "b") if losses else ()
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         if not model.training:  # what is tried before the training
@@ -38,8 +37,8 @@ class Task(TokenTask):
             return torch.zeros((), requires_grad=True)
         return super().loss(model, batch)
 
-    def loss_parts(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
-        return self.loss(model, batch), torch.zeros(())
+    def parts(self, model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], None]:
+        return [self.loss(model, batch), *[torch.zeros(())] * bool(self.losses)], None
 
 
 def trained(world: World, ragged: bool, losses: bool, sections: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 A module for each domain: classification, detection, language, audio, custom tasks; and augmentation on the
 device. Imports `data`, `models` and the rooms below them; knows neither ranks nor the loop. A loss is a sum
-over a batch's items, never a mean, so that any split into micro-batches gives the same gradients.
+over a batch's items, never a mean, so that any split into micro-batches gives the same gradients; a custom
+task gives a value for each sample, of which `own_methods` makes that sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,23 +53,26 @@ class Task(Protocol):
         """
 
 
-class MultiLossTask(Task, Protocol):
-    """A task with several losses; its `loss` is the sum of the trained ones.
+class ValuesTask(Task, Protocol):
+    """A task that may have several losses, of which `loss` is the trained sum, and says what they count.
 
     Attributes:
-        losses: Names of the losses; `loss/NAME` in metrics records.
+        losses: Names of the losses; `loss/NAME` in metrics records. (): one loss without a name.
         watched: The last names of `losses`, which aren't trained; `watched/NAME` in metrics records.
     """
 
     losses: tuple[str, ...]
     watched: tuple[str, ...]
 
-    def loss_parts(self, model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
-        """Returns each loss of a micro-batch, in the order of `losses`, as a sum over the items."""
+    def parts(self, model: nn.Module, batch: Batch) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Returns each loss of a micro-batch, in the order of `losses`, as a sum, and what it is a sum over.
+
+        That is float64 (), or None: the batch's items.
+        """
 
 
 def loss_rows(task: object) -> tuple[str, ...]:
-    """Returns the names of `MultiLossTask.losses` in metrics records; () for a task with one loss."""
+    """Returns the names of `ValuesTask.losses` in metrics records; () for a task with one loss."""
     names, watched = getattr(task, "losses", ()), getattr(task, "watched", ())
     trained = names[: len(names) - len(watched)]
     own = trained if trained == ("loss",) else (f"loss/{name}" for name in trained)

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -21,24 +21,26 @@ from trainer.observe.rows import why_no_metric
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
 from trainer.tasks.bytecode import COMPILER
-from trainer.tasks.figures import as_tensor, describe_value, why_unfit
-from trainer.tasks.own_methods import OwnMethods
+from trainer.tasks.figures import describe_value
+from trainer.tasks.own_methods import OwnMethods, len_of
 from trainer.tasks.trial import (
+    Read,
     Snapshot,
+    beside_others,
     expanded,
-    fall_short_when_doubled,
-    find_no_sums,
     memory_of,
     moving,
+    of_halves,
     outside_of_checkpoint,
     resumes_alike,
     size_of_weights,
     snapshot,
-    stay_when_doubled,
 )
+from trainer.tasks.values import OLD_SUM, Values
 
 _TRIED = 4  # samples
 _SUMMARIZED = 32  # samples for a trial of `summarize`
+_NO_VALUES = "without values in evaluation mode: whether it compares samples wasn't tried"
 
 
 def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> None:
@@ -97,7 +99,8 @@ def try_task(task: OwnMethods) -> dict[str, str]:
 
     Returns:
         The first loss and the initial weights, each as one number, for comparison with an earlier trial;
-        and the environment ("environment"), in which they are equal up to rounding.
+        the environment ("environment"), in which they are equal up to rounding; and, where there is something
+        to tell of them, "values" and "means" of the loss.
 
     Raises:
         BadInputError: Naming the method that is wrong, and the result that it should give.
@@ -119,8 +122,8 @@ def try_task(task: OwnMethods) -> dict[str, str]:
         begin_training(model)
         _reject_shared(task, model, memory.shared(model))
         first = snapshot(model)
+        told = _try_loss(task, model)
         with in_evaluation_mode(model):
-            _try_loss(task, model)
             before = snapshot(model)
             _try_measure(task, model)
         changed = before.changed(model)
@@ -138,7 +141,7 @@ def try_task(task: OwnMethods) -> dict[str, str]:
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{task._source}: describe gave what JSON can't hold ({error})") from error
     environment = f"{COMPILER}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-    return {"environment": environment, "initial weights": weights, "first loss": f"{loss:.9g}"}
+    return {"environment": environment, "initial weights": weights, "first loss": f"{loss:.9g}", **told}
 
 
 def initial_weights(task: OwnMethods) -> str:
@@ -157,7 +160,7 @@ def _reject_shared(task: OwnMethods, model: nn.Module, shared: Mapping[str, torc
     def forward() -> None:
         batch = _training_batch(task)
         with _dtypes_explained(model, batch):
-            task._call("loss", task._own.loss, model, batch)
+            task._call("loss", task.given_loss, model, batch)
 
     if changes := trained or moving(shared, forward):
         raise BadInputError(
@@ -184,129 +187,135 @@ def _reject_new_tensors(task: OwnMethods, first: Snapshot, model: nn.Module) -> 
         )
 
 
-def _try_loss(task: OwnMethods, model: nn.Module) -> None:
-    samples = np.arange(min(_TRIED, len(task.train_data)))
-    once, twice = _few(task, samples), _few(task, np.tile(samples, 2))
-    with _dtypes_explained(model, once):
-        loss = task._call("loss", task._own.loss, model, once)
-    if isinstance(loss, Mapping) and not task.losses:
-        raise BadInputError(
-            f"{task._source}: loss gave several; name them in the class: losses = {tuple(loss)!r}"
-        )
-    parts = task._several(loss) if task.losses else [loss]
-    for name, part in zip(task.losses or ("",), parts, strict=True):
-        wrong = not isinstance(part, torch.Tensor) or part.shape or part.is_complex()
-        if wrong or not (part.is_floating_point() or name in task.watched):
-            raise task._wrong("loss", f"{_called(name)}{describe_value(part)}")
-    if not any(part.requires_grad for part in parts[: len(parts) - len(task.watched)]):
+def _try_loss(task: OwnMethods, model: nn.Module) -> dict[str, str]:
+    """Tries the loss in training mode, and its values in evaluation mode; returns what is to be told."""
+    batch = _training_batch(task)
+    with _dtypes_explained(model, batch):
+        given = task.read_loss(task._call("loss", task.given_loss, model, batch), len_of(batch))
+    for name, one in zip(task.losses or ("",), given, strict=True):
+        if not (one.values.is_floating_point() or name in task.watched):
+            raise task._wrong("loss", f"{_called(name)}{describe_value(one.values)}")
+        if one.counts is not None and bool((one.counts < 0).any()):
+            raise task._wrong("loss", f"{_called(name)}values with counts below 0")
+    trained = given[: len(given) - len(task.watched)]
+    if not any(one.values.requires_grad for one in trained):
         raise task._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
-    # With gradients enabled: a loss may compute gradients itself.
-    tried = [partial(_values, task, model, b) for b in (once, twice)]
-    for name, stays in zip(task.losses or ("",), stay_when_doubled(*tried), strict=True):
-        if stays:
-            mean = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
-            raise task._wrong("loss", mean)
-    for name, short in zip(task.losses or ("",), fall_short_when_doubled(*tried), strict=True):
-        if short:
-            warn(
-                f"{task._source}: loss gave {_called(name)}what isn't doubled by the same samples twice: "
-                "a part of it is no sum over the samples and depends on data.micro_batch_size; give a "
-                "mean of pairs, or a penalty on weights, times len(batch.fields[…])"
-            )
-    num_items = (task.train_data.arrays or {}).get(NUM_ITEMS)
-    empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
-    if len(empty):
-        value = sum(_values(task, model, _few(task, np.asarray(empty))))
-        if not np.isfinite(value):
-            raise task._wrong("loss", f"{value} for samples of 0 items, which add nothing")
+
+    def losses(samples: Ints, seed: int) -> dict[str, Values]:
+        torch.default_generator.manual_seed(seed)
+        # With gradients enabled: a loss may compute gradients itself.
+        values = task.read_loss(task.given_loss(model, _few(task, samples)), len(samples))
+        return dict(zip(task.losses or ("loss",), values, strict=True))
+
+    samples = np.arange(min(_TRIED, len(task.train_data)))
+    with in_evaluation_mode(model):
+        try:
+            told = _try_values(task, losses, samples)
+        except Exception:  # a detector gives boxes in evaluation mode
+            told = {"values": _NO_VALUES}
+    if task.mean:
+        with nullcontext() if told.get("values") == _NO_VALUES else in_evaluation_mode(model):
+            told |= _try_means(task, losses, samples)
+    return told
+
+
+def _try_values(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:
+    """Warns of values that depend on which samples are beside theirs; tells which weren't tried."""
+    draws, compares = beside_others(losses, samples)
+    if compares:
+        warn(
+            f"{task._source}: loss compares the samples of a micro-batch ({', '.join(compares)}): what a "
+            "sample gives depends on those beside it, and so on data.micro_batch_size"
+        )
+    why = f"random ({', '.join(draws)}): whether it compares the samples of a micro-batch wasn't tried"
+    return {"values": why} if draws else {}
+
+
+def _try_means(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:
+    """Rejects sums among the means; tells whether the mean of a step depends on its micro-batches."""
+    try:
+        found = of_halves(losses, samples, lambda some: _few(task, some).num_items)
+    except Exception:  # BatchNorm in training mode has to have two samples
+        return {"means": "a mean whose dependence on the micro-batch couldn't be tried"}
+    if sums := [name for name, why in found.items() if why is None]:
+        raise BadInputError(
+            f'{task._source}: loss gave a sum ({", ".join(sums)}), and the class says reduction = "mean": it '
+            f"is twice as much for the samples twice; {OLD_SUM}"
+        )
+    return {"means": ", ".join(f"{name} {why}" for name, why in found.items())} if found else {}
 
 
 def _try_measure(task: OwnMethods, model: nn.Module) -> None:
-    data = task.evaluation_data
-    chosen = spread(len(data), _SUMMARIZED if hasattr(task, "summarize") else _TRIED)
+    data, summarizes = task.evaluation_data, hasattr(task, "summarize")
+    chosen = spread(len(data), _SUMMARIZED if summarizes else _TRIED)
     measured = _measured(task, model, chosen)
-    metrics = [name for name, value in measured.items() if not value.ndim]
-    rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
-    _try_sums(task, model, metrics, rows)
-    if rows:
+    if not measured:
+        raise task._wrong("measure", "nothing")
+    _try_rows(task, model, measured)
+    metrics = list(measured)
+    if summarizes:
         # As many rows as in a run: `summarize` may compare them with facts of the whole set.
         again = torch.arange(len(data)) % len(chosen)
+        every = {
+            name: Values(one[again], None if counts is None else counts[again]).rows()
+            for name, (one, counts) in measured.items()
+        }
         try:
-            summarized = task._summarize({name: value[again] for name, value in rows.items()})
+            metrics = list(task._summarize(every))
         except BadInputError as error:
             # Metrics raise ValueError for a class that is absent from these few samples.
             if not isinstance(error.__cause__, ValueError) or len(chosen) == len(data):
                 raise
             warn(f"{error} (tried on {len(chosen)} of {len(data)} samples)")
             return
-        for name in summarized:
+        for name in metrics:
             if why := why_no_metric(name):
                 raise BadInputError(f"{task._source}: summarize gave {name!r:.80}, which {why}")
-        metrics += summarized
     if task.metric not in metrics:
-        gives = f"neither measure nor summarize gives (they give {', '.join(metrics)})"
-        if not rows:
-            gives = f"measure doesn't give (it gives {', '.join(metrics)})"
-        raise BadInputError(f"{task._source}: metric is '{task.metric}', which {gives}; name one of these")
+        by = "summarize" if summarizes else "measure"
+        raise BadInputError(
+            f"{task._source}: metric is '{task.metric}', which {by} doesn't give (it gives "
+            f"{', '.join(metrics)}); name one of these"
+        )
 
 
-def _measured(task: OwnMethods, model: nn.Module, samples: Ints) -> dict[str, torch.Tensor]:
-    """Calls `measure` on some samples and checks each result; returns them as tensors by name."""
+def _measured(task: OwnMethods, model: nn.Module, samples: Ints) -> dict[str, Values]:
+    """Calls `measure` on some samples and checks each result; returns them by name."""
     batch = _few(task, samples, evaluation=True)
     try:
         with torch.no_grad(), _dtypes_explained(model, batch):
-            given = task._call("measure", task._own.measure, model, batch)
+            given = task._call("measure", task.given_measure, model, batch)
     except BadInputError as error:
         if "not require grad" not in str(error):
             raise
         hint = "gradients are off in measure: put what takes them into `with torch.enable_grad():`"
         raise BadInputError(f"{error}; {hint}") from error.__cause__
-    if not isinstance(given, Mapping) or not given:
-        raise task._wrong("measure", describe_value(given))
-    measured = {name: as_tensor(value) for name, value in given.items()}
-    for name, value in measured.items():
-        if unfit := why_unfit(name, value, len(samples)):
-            raise task._wrong("measure", unfit)
-        if value.ndim and not hasattr(task, "summarize"):
-            raise task._wrong("measure", f"'{name}' as {describe_value(value)}, and there is no summarize")
-    return measured
+    return task.read_measured(given, len(samples))
 
 
-def _try_sums(
-    task: OwnMethods, model: nn.Module, names: Sequence[str], rows: Mapping[str, torch.Tensor]
-) -> None:
-    """Rejects means, which would be divided twice, and rows that differ between batches."""
+def _try_rows(task: OwnMethods, model: nn.Module, measured: Mapping[str, Values]) -> None:
+    """Rejects rows that differ between batches, and warns of values that depend on those beside them."""
 
-    def figures(samples: Ints) -> list[float]:
-        measured = _measured(task, model, samples)
-        for name, value in rows.items():
-            other = measured.get(name)
+    def figures(samples: Ints, seed: int) -> dict[str, Values]:
+        torch.default_generator.manual_seed(seed)
+        found = _measured(task, model, samples)
+        for name, one in measured.items() if hasattr(task, "summarize") else ():
+            value, other = one.values, found[name].values if name in found else None
             if other is None or other.shape[1:] != value.shape[1:] or other.dtype != value.dtype:
-                one, another = describe_value(value), describe_value(other)
                 raise task._wrong(
-                    "measure", f"rows '{name}' as {one} of one batch and as {another} of another"
+                    "measure",
+                    f"rows '{name}' as {describe_value(value)} of one batch and as "
+                    f"{describe_value(other)} of another",
                 )
-        return [
-            float(measured[name]) if name in measured and not measured[name].ndim else np.nan
-            for name in names
-        ]
+        return found
 
-    means, others = find_no_sums(figures, spread(len(task.evaluation_data), _TRIED))
-    for name in (name for name, mean in zip(names, means, strict=True) if mean):
-        raise task._wrong(
-            "measure",
-            f"'{name}' as a mean, or another figure of the whole batch: the same for each sample twice "
-            '(give reduction="sum": the trainer divides; or rows, of which summarize makes RMSE, F1 '
-            "or AUC of all samples)",
-        )
-    for name, side in zip(names, others, strict=True):
-        if not side or (name == "loss" and side > 0):  # a loss may compare the samples of a batch
-            continue
-        warn(
-            f"{task._source}: measure gives '{name}', which is no sum over the samples: those of two "
-            "halves of a batch don't add up to it, so it depends on data.eval_batch_size; give rows, of "
-            "which summarize makes it of all samples"
-        )
+    _, compares = beside_others(figures, spread(len(task.evaluation_data), _TRIED))
+    for name in compares:
+        if name != "loss":  # which may compare the samples of a batch, as that of the training
+            warn(
+                f"{task._source}: measure gives '{name}', in which a sample's value depends on those beside "
+                "it, and so on data.eval_batch_size; give values, of which summarize makes a figure of all"
+            )
 
 
 def _try_state(task: OwnMethods, model: nn.Module) -> float:
@@ -317,7 +326,7 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
         if draws_alone():  # then a run keys them
             HostGenerators().manual_seed(torch.initial_seed())
         before = HostGenerators()
-        losses.append(task._sum(task._own.loss(model, batch)))
+        losses.append(task.loss(model, batch))
         task.draws_on_host |= before.moved()
         return losses[-1]
 
@@ -344,12 +353,6 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
         )
     task.sparse = tuple(outside.sparse)
     return float(losses[0].detach())
-
-
-def _values(task: OwnMethods, model: nn.Module, batch: Batch) -> list[float]:
-    """Returns the value of each loss on a batch."""
-    given = task._call("loss", task._own.loss, model, batch)
-    return [float(part.detach()) for part in (task._several(given) if task.losses else [given])]
 
 
 @contextlib.contextmanager

@@ -50,11 +50,13 @@ class Spirals:
     # losses = ("a", "b"): where `loss` gives a dict of them. See docs/your-own-task.md.
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Returns the sum over the samples of a micro-batch, never their mean: the trainer divides."""
-        return F.cross_entropy(model(*self.inputs(batch)), batch.fields["label"], reduction="sum")
+        """Returns a value for each sample of a micro-batch; the trainer takes the mean over the step."""
+        return F.cross_entropy(model(*self.inputs(batch)), batch.fields["label"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Returns sums over a batch of the evaluation set."""
+        """Returns values for each sample by name, numbers or bools."""
         logits, label = model(*self.inputs(batch)), batch.fields["label"]
-        right = (logits.argmax(1) == label).sum()
-        return {"loss": F.cross_entropy(logits, label, reduction="sum"), "accuracy": right}
+        return {
+            "loss": F.cross_entropy(logits, label, reduction="none"),
+            "accuracy": logits.argmax(1) == label,
+        }

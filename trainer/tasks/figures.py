@@ -1,4 +1,4 @@
-"""Results that `measure` may return: sums, numbers or tensors (), and per-sample rows, tensors (n, …)."""
+"""Results of a task's `measure`: sums, numbers or tensors (), and rows for each sample, tensors (n, …)."""
 
 from typing import Any
 
@@ -17,13 +17,18 @@ def as_tensor(value: Any) -> Any:
 def why_unfit(name: object, value: Any, samples: int) -> str:
     """Returns the fault of a result measured on so many samples; "" if it has none."""
     has_rows = isinstance(value, torch.Tensor) and value.ndim > 0
-    if why := "" if has_rows and isinstance(name, str) else why_no_metric(name):
+    if why := why_no_name(name, has_rows):
         return f"{name!r:.80}, which {why}"
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return f"'{name}' as {describe_value(value)}"
     if not has_rows:
         return f"'{name}' as {describe_value(value)}" if value.is_complex() else ""
     return f"'{name}' as {describe_value(value)} for {samples} samples" if len(value) != samples else ""
+
+
+def why_no_name(name: object, rows: bool) -> str:
+    """Returns why a name can't be a figure's, or that of rows, which may have any text; "" if it can."""
+    return "" if rows and isinstance(name, str) else why_no_metric(name)
 
 
 def describe_value(value: Any) -> str:

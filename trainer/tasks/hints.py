@@ -9,11 +9,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 PAGE = "docs/from-other-trainers.md"
 # Methods of Lightning, of HF's Trainer and of timm's habits.
 _COUNTERPARTS = {
-    "training_step": "loss(model, batch), a sum over the samples",
-    "compute_loss": "loss(model, batch), a sum over the samples",
+    "training_step": "loss(model, batch), a value for each sample",
+    "compute_loss": "loss(model, batch), a value for each sample",
     "validation_step": "measure(model, batch)",
     "test_step": "measure(model, batch)",
-    "compute_metrics": "measure(model, batch), and summarize(rows)",
+    "compute_metrics": "measure(model, batch), and summarize(values)",
     "configure_optimizers": "optimizer(model) and scheduler(optimizer, steps), or the keys optim.*",
     "create_optimizer": "optimizer(model), or the keys optim.*",
     "train_dataloader": "data(), which gives the data sets",
@@ -21,7 +21,7 @@ _COUNTERPARTS = {
     "get_train_dataloader": "data(), which gives the data sets",
     "log": "what measure gives, or several losses by name",
     "log_dict": "what measure gives, or several losses by name",
-    "manual_backward": "the sum that loss gives; the trainer calls backward",
+    "manual_backward": "what loss gives; the trainer calls backward",
     "optimizers": "optimizer(model), with a parameter group for each half",
     "hparams": "an attribute of the class, or a key of RECIPE",
     "save_hyperparameters": "an attribute of the class, or a key of RECIPE",

@@ -19,15 +19,16 @@ from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.errors import BadInputError
 from trainer.observe.rows import is_name
 from trainer.optim.own import Scheduler
-from trainer.tasks.figures import as_tensor, describe_value
+from trainer.tasks.figures import describe_value, why_no_name
 from trainer.tasks.hints import of_class, of_data, of_error, of_updates
+from trainer.tasks.values import NARROW, Values, read_values
 
 WANTED = {
     "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each, or "
     "two data sets with __getitem__ and __len__",
     "model": "a torch.nn.Module",
-    "loss": "a float tensor of shape (): the sum over the samples of the batch; or several by name",
-    "measure": "a dict of tensors by name: sums over the samples, each of shape ()",
+    "loss": "a value for each sample, a float tensor (n,); or several by name",
+    "measure": "a dict of values by name, (n,) each",
 }
 GIVEN = {
     **WANTED,
@@ -44,7 +45,7 @@ OPTIONAL_METHODS = (
     "collate",
     *(name for name in GIVEN if name not in WANTED),
 )
-_ATTRIBUTES = ("metric", "mode", "losses", "watched", "uniforms", "RECIPE")
+_ATTRIBUTES = ("metric", "mode", "reduction", "losses", "watched", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _LETTERS = 160  # of a value in a message
 _SLIP = 0.8  # similarity from which a name counts as a misspelling of another
@@ -59,8 +60,8 @@ class OwnMethods:
         own: An object with the methods data, model, loss and measure. Optional are describe, inputs,
             summarize, predict, collate, transforms, optimizer, scheduler, and the attributes metric (default:
             loss), mode ("min" or "max": which way the metric is better; not needed for loss and accuracy),
-            losses (the names of several), watched (names of results of `loss` that aren't trained) and
-            uniforms.
+            losses (the names of several), watched (names of results of `loss` that aren't trained),
+            reduction ("mean": a loss may be one mean of the micro-batch) and uniforms.
         source: Its origin, for messages: a file, or a class of a notebook.
 
     Attributes:
@@ -80,6 +81,7 @@ class OwnMethods:
         self.hooks: Any = ()
         self.draws_on_host = False  # whether `loss` drew from numpy's or Python's generators in the trial
         self.sparse: tuple[str, ...] = ()  # parameters with sparse gradients, once the trial has run
+        self._counted: bool | None = None  # whether `loss` gives counts: always, or never
         for name, what in WANTED.items():
             if not callable(getattr(own, name, None)):
                 raise BadInputError(f"{source}: the method {name} is missing; it gives {what}{of_class(own)}")
@@ -94,6 +96,12 @@ class OwnMethods:
                 f"{source}: {both.pop()!r} is in losses and in watched; what is watched isn't trained"
             )
         self.losses = (*trained, *self.watched)
+        if (reduction := getattr(own, "reduction", "none")) not in ("none", "mean"):
+            raise BadInputError(
+                f"{source}: reduction is {reduction!r}; leave it out (loss gives a value for a sample), or "
+                'give "mean" (loss gives a mean of the micro-batch)'
+            )
+        self.mean = reduction == "mean"
         data = self._call("data", own.data)
         self._refuse(of_data(data))
         if not isinstance(data, tuple | list) or len(data) != 2:
@@ -101,12 +109,24 @@ class OwnMethods:
         transforms = self._transforms()
         self.train_data = self._call("data", self._dataset, data[0], "training", transforms)
         self.evaluation_data = self._call("data", self._dataset, data[1], "evaluation", ())
+        for what, dataset in (("training", self.train_data), ("evaluation", self.evaluation_data)):
+            if NUM_ITEMS in dataset.fields and not self.mean:
+                raise BadInputError(
+                    f"{source}: the {what} data has a field {NUM_ITEMS}, which counts only with reduction = "
+                    '"mean" in the class; leave it out, and let loss give the pair (values, counts), such as '
+                    "(each, target > 0)"
+                )
         for name in ("inputs", "predict"):
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))
         for name in ("summarize", "optimizer", "scheduler"):
             if hasattr(own, name):
                 setattr(self, name, getattr(self, f"_{name}"))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the trial found of the loss, as lines for the run."""
+        return tuple(f"loss: {self.tried[one]}" for one in ("values", "means") if one in self.tried)
 
     def describe(self) -> Mapping[str, Any]:
         """Returns the facts of the class's `describe`, {} without one."""
@@ -119,39 +139,105 @@ class OwnMethods:
             raise self._wrong("model", type(model).__name__)
         return model
 
+    def given_loss(self, model: nn.Module, batch: Batch) -> Any:
+        """Returns what the user's loss gives for a batch without padding."""
+        return self._own.loss(model, batch)
+
+    def given_measure(self, model: nn.Module, batch: Batch) -> Any:
+        """Returns what the user's measure gives for a batch without padding."""
+        return self._own.measure(model, batch)
+
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the sum of all trained losses over the samples that aren't padding, float ()."""
+        parts, _ = self.parts(model, batch)
+        first, *others = parts[: len(parts) - len(self.watched)]
+        return sum(others, first)
+
+    def parts(self, model: nn.Module, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Returns each loss, summed over what counts, and the sum of the counts; None: the batch's items."""
         real, padding = _without_padding(batch, self.train_data)
-        loss = self._sum(self._own.loss(model, real))
-        return loss * 0 if padding else loss
+        given = self.read_loss(self.given_loss(model, real), len_of(real))
+        counts = next((one.number() for one in given if one.counts is not None), None)
+        if (counts is not None) is not self._counted and self._counted is not None:
+            raise self._wrong("loss", "counts beside its values for some micro-batches and none for others")
+        self._counted = counts is not None
+        items = batch.num_items if counts is None else counts
+        sums = [self._sum(one, items) for one in given]
+        if padding:
+            sums, counts = [one * 0 for one in sums], None if counts is None else counts * 0
+        return sums, counts
 
-    def loss_parts(self, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
-        """Returns each loss, in the order of `losses`, summed over the samples that aren't padding."""
-        real, padding = _without_padding(batch, self.train_data)
-        losses = self._several(self._own.loss(model, real))
-        # A watched loss may be a count.
-        losses = [loss if loss.is_floating_point() else loss.float() for loss in losses]
-        return [loss * 0 for loss in losses] if padding else losses
+    def _sum(self, one: Values, items: int | torch.Tensor) -> torch.Tensor:
+        if not one.values.ndim:
+            mean = one.values.float() if one.values.element_size() < NARROW else one.values
+            return mean * items
+        total = one.total() if one.values.is_floating_point() else one.total().float()
+        each = self.train_data.num_items if one.counts is None else 1
+        return total if each == 1 else total * each
 
-    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Returns sums over the samples that aren't padding, and rows with zeros for padding."""
-        real, padding = _without_padding(batch, self.evaluation_data)
-        measured: Mapping[str, torch.Tensor] = self._own.measure(model, real)
-        if batch.weight is None or not isinstance(measured, Mapping):
-            return measured
-        added = len(batch.weight) - len(next(iter(real.fields.values())))
-        padded = {}
-        for name, given in measured.items():
-            padded[name] = value = as_tensor(given)
-            if not isinstance(value, torch.Tensor):
-                continue
-            if padding:
-                padded[name] = torch.zeros_like(value)
-            elif value.ndim and added:
-                padded[name] = torch.cat([value, value.new_zeros((added, *value.shape[1:]))])
-        return padded
+    def read_loss(self, given: Any, samples: int) -> list[Values]:
+        """Reads what `loss` gave: each loss, in the order of `losses`."""
+        if self.losses:
+            given = self._several(given)
+        elif isinstance(given, Mapping):
+            raise BadInputError(
+                f"{self._source}: loss gave several; name them in the class: losses = {tuple(given)!r}"
+            )
+        names = self.losses or ("",)
+        several = given if self.losses else [given]
+        read = [self._read("loss", name, one, samples) for name, one in zip(names, several, strict=True)]
+        if len({id(one.counts) for one in read if one.values.ndim}) > 1:
+            raise BadInputError(
+                f"{self._source}: loss gave losses with different counts; a step's gradient is divided once: "
+                "give each the same tensor as counts, or none"
+            )
+        if NUM_ITEMS in self.train_data.fields and any(o.values.ndim and o.counts is None for o in read):
+            raise BadInputError(
+                f"{self._source}: loss gave a value for each sample, and the data has a field {NUM_ITEMS}: "
+                "it weighs means, (); give .mean(), or the pair (values, counts)"
+            )
+        return read
 
-    def _several(self, given: Any) -> list[torch.Tensor]:
+    def read_measured(self, given: Any, samples: int) -> dict[str, Values]:
+        """Reads what `measure` gave: values by name."""
+        if not isinstance(given, Mapping):
+            raise self._wrong("measure", describe_value(given))
+        read = {}
+        for name, one in given.items():
+            if why := why_no_name(name, hasattr(self._own, "summarize")):
+                raise self._wrong("measure", f"{name!r:.80}, which {why}")
+            read[name] = self._read("measure", name, one, samples)
+        return read
+
+    def _read(self, method: str, name: str, given: Any, samples: int) -> Values:
+        rows = method == "measure" and hasattr(self._own, "summarize")
+        try:
+            return read_values(given, samples, self.mean and not rows, rows)
+        except ValueError as error:
+            called = f"'{name}' as " if name else ""
+            raise BadInputError(f"{self._source}: {method} gave {called}{error}") from None
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+        """Returns pairs by name: a figure's sum over the samples that aren't padding, and what it counts.
+
+        With `summarize` they are rows, (samples, …), with zeros for padding; or pairs of such.
+        """
+        real, _ = _without_padding(batch, self.evaluation_data)
+        count = len_of(real)
+        given = self.read_measured(self.given_measure(model, real), count)
+        if hasattr(self._own, "summarize"):
+            added = 0 if batch.weight is None else len(batch.weight) - count
+            return {name: one.rows(added) for name, one in given.items()}
+        figures = dict[str, Any]()
+        for name, one in given.items():
+            wide = one._replace(values=one.values.double())
+            if not one.values.ndim:
+                figures[name] = wide.values * batch.num_items, batch.num_items
+            else:
+                figures[name] = wide.total(), count if one.counts is None else one.number()
+        return figures
+
+    def _several(self, given: Any) -> list[Any]:
         """Checks the names of several losses; returns the losses in the order of `losses`."""
         if not isinstance(given, Mapping) or given.keys() != set(self.losses):
             named = isinstance(given, Mapping)
@@ -161,12 +247,6 @@ class OwnMethods:
                 f"{', '.join(self.losses)}, all of them each time"
             )
         return [given[name] for name in self.losses]
-
-    def _sum(self, given: Any) -> torch.Tensor:
-        if not self.losses:
-            return cast(torch.Tensor, given)
-        first, *others = self._several(given)[: len(self.losses) - len(self.watched)]
-        return sum(others, first)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = self._call("optimizer", self._own.optimizer, model)
@@ -196,7 +276,7 @@ class OwnMethods:
             raise self._wrong("scheduler", "one of another optimizer")
         return cast(Scheduler, scheduler)
 
-    def _summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+    def _summarize(self, rows: Mapping[str, Any]) -> Mapping[str, float]:
         metrics = self._call("summarize", self._own.summarize, rows)
         if not isinstance(metrics, Mapping):
             raise self._wrong("summarize", describe_value(metrics))
@@ -330,6 +410,11 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
     fields = {name: value[:count] for name, value in batch.fields.items()}
     uniform = None if batch.uniform is None else batch.uniform[:count]
     return replace(batch, fields=fields, weight=None, uniform=uniform), False
+
+
+def len_of(batch: Batch) -> int:
+    """Returns the samples of a batch."""
+    return len(next(iter(batch.fields.values())))
 
 
 def _names(own: Any, attribute: str, source: str) -> tuple[str, ...]:

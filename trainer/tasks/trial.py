@@ -1,112 +1,103 @@
-"""Trials of the user's loss before training: is it a sum, and is all of its state in a checkpoint?"""
+"""Trials of the user's loss before training: its values, its means, and is all state in a checkpoint?"""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
-from trainer.errors import BadInputError
 from trainer.models.modes import begin_training
 from trainer.models.pointwise import mend_pointwise
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
+from trainer.tasks.values import Values
 
-_DRAWS = 16  # evaluations of a loss that draws random numbers
-_NOISE = 0.1  # largest relative error at which factors 1 and 2 can be distinguished
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
-_APART = 0.05  # relative difference from a sum that rounding can't explain
-_EQUAL = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
+_TWICE = 1e-3  # relative
 _LARGEST_BYTES = 1 << 20  # of an attribute that is compared: larger ones are data
 _MARKED = 4096  # elements of a tensor that are compared
 _DEEPEST = 2  # depth of nested lists and dicts that are searched
 _MOVED = 0.01  # added to weights for a trial with other weights
 
-_Figures = Callable[[], Sequence[float]]
+Read = Callable[[Ints, int], Mapping[str, Values]]  # values by name, of samples with a seed
 
 
-def stay_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
-    """Marks figures that are equal for the same samples twice in one micro-batch, as a mean is.
-
-    A sum doubles; a figure that compares the samples with each other grows, too. Where random numbers are
-    drawn, averages over several draws are compared. Figures that are 0 or too noisy pass.
-
-    Args:
-        once: Returns the figures of some samples.
-        twice: Returns the figures of a micro-batch that has each of these samples twice.
-    """
-    values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(2)])
-    if not np.array_equal(values[0, 0], values[1, 0], equal_nan=True):
-        values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(_DRAWS)])
-    with np.errstate(all="ignore"):
-        return [_stays(each) for each in np.moveaxis(values, 2, 0)]
-
-
-def _stays(values: npt.NDArray[np.float64]) -> bool:
-    means = values.mean(0)
-    if not np.abs(means).min() > _ZERO:
-        return False
-    noise = float(np.hypot(*(values.std(0) / means))) / len(values) ** 0.5
-    return bool(noise < _NOISE and abs(means[1] / means[0] - 1) < max(_SAME, 3 * noise))
-
-
-def fall_short_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
-    """Marks figures that are clearly less than doubled for the same samples twice: they aren't sums.
-
-    An example is a mean over pairs of samples, or a penalty on the weights. Random figures pass.
-
-    Args:
-        once: Returns the figures of some samples.
-        twice: Returns the figures of a micro-batch that has each of these samples twice.
-    """
-    value, again, double = (np.abs(_drawn(seed, f)) for seed, f in ((0, once), (1, once), (0, twice)))
-    return [*((value == again) & (value > _ZERO) & (double < 2 * (1 - _APART) * value))]
-
-
-def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[int]]:
-    """Finds figures that aren't sums over the samples.
-
-    Args:
-        figures: Returns the figures of a batch of some samples.
-        samples: Samples for the trial.
+def beside_others(read: Read, samples: Ints) -> tuple[list[str], list[str]]:
+    """Compares values of some samples with those of the first half of them alone.
 
     Returns:
-        True for each figure that is a mean or another statistic of the batch; and for each other one whether
-        it is less (-1) or more (1) than the sum of two half batches', or 0. Random figures get 0.
+        Names of the values that draw random numbers, and so aren't compared; and of those that differ.
     """
-    once, twice = partial(figures, samples), partial(figures, np.tile(samples, 2))
-    stay = stay_when_doubled(once, twice)
-    value, again = (np.array(_drawn(seed, once)) for seed in range(2))
-    if (zero := np.abs(value) <= _ZERO).any():
-        with suppress(BadInputError), _AllEqual():
-            equal = stay_when_doubled(once, twice)
-            stay = [*(np.array(stay) | (zero & np.array(equal)))]
-    halves = [part for part in np.array_split(samples, 2) if len(part)]
-    each = np.array([_drawn(0, partial(figures, half)) for half in halves])
-    with np.errstate(all="ignore"):
-        gap, size = np.abs(each.sum(0) - value), np.abs(value) + np.abs(each).sum(0)
-        apart = (value == again) & (gap > _ZERO) & (gap > _APART * size)
-        side = np.sign(value - each.sum(0)) * (apart & ~np.array(stay, bool))
-    return stay, [int(one) for one in np.nan_to_num(side)]
+    whole, again = read(samples, 0), read(samples, 1)
+    values = {name: _of_each(one) for name, one in whole.items() if one.values.ndim}
+    draws = [
+        name
+        for name, one in values.items()
+        if name not in again or not _same(one, _of_each(again[name]), 0.0)
+    ]
+    half = len(samples) // 2
+    first = read(samples[:half], 0) if half else {}
+    return draws, [
+        name
+        for name, one in values.items()
+        if name not in draws and name in first and not _same(one[:half], _of_each(first[name]), _SAME)
+    ]
 
 
-class _AllEqual(TorchFunctionMode):
-    """A context in which all torch comparisons for equality are true, so that an accuracy isn't 0."""
+def of_halves(read: Read, samples: Ints, items: Callable[[Ints], int]) -> dict[str, str | None]:
+    """Compares means of some samples with the means of two halves, weighed by their items.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return torch.ones_like(result) if func in _EQUAL and isinstance(result, torch.Tensor) else result
+    Args:
+        read: Returns them, as values ().
+        samples: Samples for the trial.
+        items: Returns how many items samples have.
+
+    Returns:
+        By name what is to be told of it; None if it is a sum: twice as much for the samples twice.
+    """
+
+    def figures(some: Ints, seed: int = 0) -> dict[str, float]:
+        return {n: float(one.values.detach()) for n, one in read(some, seed).items() if not one.values.ndim}
+
+    whole, again, twice = figures(samples), figures(samples, 1), figures(np.tile(samples, 2))
+    halves = [half for half in np.array_split(samples, 2) if len(half)]
+    each, weights = [figures(half) for half in halves], [items(half) for half in halves]
+    found = dict[str, str | None]()
+    for name, mean in whole.items():
+        parts = [one[name] for one in each]
+        if mean != again[name]:
+            found[name] = "is random: not tried"
+        elif math.isfinite(mean) and not all(map(math.isfinite, parts)):
+            found[name] = "isn't finite for a micro-batch without any item that counts"
+        elif abs(mean) > _ZERO and abs(twice[name] / mean - 2) < _TWICE:
+            found[name] = None
+        else:
+            weighed = sum(p * w for p, w in zip(parts, weights, strict=True)) / max(1, sum(weights))
+            equal = abs(weighed - mean) <= _SAME * abs(mean) + _ZERO
+            apart = abs(weighed - mean) / max(abs(mean), _ZERO)
+            depends = f"depends on the micro-batch by {100 * apart:.2g} %"
+            found[name] = "is equal: exact for any micro-batch" if equal else depends
+    return found
+
+
+def _of_each(one: Values) -> torch.Tensor:
+    """Returns the sum of each sample's values, float64, and beside it that of its counts."""
+    values = one.values.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values.double()
+    counts = torch.ones_like(values) if one.counts is None else one.counts.double()
+    counted = torch.where(counts != 0, values * counts, 0.0).double()
+    return torch.stack([part.reshape(len(part), -1).sum(1) for part in (counted, counts)], 1)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
+    return torch.allclose(one, other, rtol=relative, atol=_ZERO * (relative > 0), equal_nan=True)
 
 
 class UnsavedState(NamedTuple):
@@ -451,8 +442,3 @@ def snapshot(model: nn.Module) -> Snapshot:
     buffers = {name: _digest(buffer) for name, buffer in real.items()}
     shapes = {name: buffer.shape for name, buffer in real.items()}
     return Snapshot(parameters, buffers, shapes, frozenset({**_tensors(model), **parameters}))
-
-
-def _drawn(seed: int, figures: _Figures) -> Sequence[float]:
-    torch.default_generator.manual_seed(seed)
-    return figures()

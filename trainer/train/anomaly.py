@@ -263,10 +263,12 @@ class AnomalyLog:
     Attributes:
         folder: The run folder; None on ranks that write nothing.
         plan: Order of the samples: gives those of a step.
+        means: True if a loss may be a mean of a micro-batch, which isn't finite over nothing.
     """
 
     folder: Path | None
     plan: Plan
+    means: bool = False
 
     def ending(self, found: Sequence[Finding]) -> Finding | None:
         """Returns the anomaly that ends the attempt, or None; writes those whose update was skipped."""
@@ -291,14 +293,16 @@ class AnomalyLog:
             return DivergedError(f"{finding}; {_NAME} can't be written ({error.strerror})")
         if finding.one_too_many:
             return DivergedError(f"{finding}; it is anomaly {config.most}: anomaly.most={config.most}")
+        told = f"{finding} (the mean of a micro-batch without any item that counts is 0/0)"
+        told = told if self.means and finding.kind == "nonfinite" else str(finding)
         if finding.step == 0:
             return DivergedError(
-                f"{finding}; no update was made before it: look for NaN in its samples, whose numbers are in "
+                f"{told}; no update was made before it: look for NaN in its samples, whose numbers are in "
                 f"{_NAME} in the run folder, and in the loss; precision.debug=true names the first module"
             )
         skip = " or anomaly.nonfinite=skip" * (finding.kind == "nonfinite")
         return DivergedError(
-            f"{finding}; lower optim.lr, set optim.max_grad_norm{skip}, and go on by --resume force; "
+            f"{told}; lower optim.lr, set optim.max_grad_norm{skip}, and go on by --resume force; "
             f"{_NAME} in the run folder has the samples"
         )
 

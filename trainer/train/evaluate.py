@@ -26,6 +26,8 @@ from trainer.tasks import Summarizing, Task
 from trainer.tasks.figures import as_tensor, describe_value, why_unfit
 from trainer.train.state import Run
 
+_COUNTS = "\0counts"  # after a figure's name: the table of what it counts
+
 
 def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
     """Measures a run's weights, or their average if it keeps one, on all evaluation sets; collective.
@@ -100,7 +102,8 @@ def evaluate(
     Each rank fills its rows of a table with one row for each micro-batch; all other rows are 0. So the sum of
     the tables over the ranks only adds zeros, and the rows are then added in one order, in float64: the
     metrics are bitwise equal on any number of ranks. A sum that is missing for a micro-batch counts as 0.
-    Values for each sample are gathered in the same way, and `task.summarize` computes metrics of them.
+    Values for each sample are gathered in the same way, and `task.summarize` computes metrics of them. What a
+    figure of a custom task counts is a table beside its own.
 
     Args:
         task: Measures a batch, and summarizes values of samples.
@@ -111,7 +114,8 @@ def evaluate(
         precision: Number format of the forward pass.
 
     Returns:
-        Means over the items of the data set (samples, or valid tokens), and what `summarize` returns.
+        Means over the items of the data set (samples, or valid tokens), or over what a figure counts; and
+        what `summarize` returns.
 
     Raises:
         BadInputError: On all ranks, if their measurements can't be combined or the set has no items.
@@ -127,7 +131,11 @@ def evaluate(
         for number, batch in zip(map(int, numbers), loader(batches), strict=True):
             enter_phase("evaluation")
             num_items[number] = batch.num_items
-            given = task.measure(model, batch)
+            try:
+                given = task.measure(model, batch)
+            except BadInputError as error:
+                measured.fail(error)
+                continue
             if number < real:
                 measured.take(number, given)
     table = torch.tensor(num_items, dtype=torch.float64, device=world.device)
@@ -136,12 +144,20 @@ def evaluate(
         raise BadInputError(
             "the evaluation data has no items (num_items is 0 for all samples): leave such out"
         )
-    metrics, rows = dict[str, float](), {}
-    for name, table in measured.of_all(world, real).items():
+    metrics, rows = dict[str, float](), dict[str, Any]()
+    tables = measured.of_all(world, real)
+    for name, table in tables.items():
+        if name.endswith(_COUNTS):
+            continue
+        pair = [one[:real] for one in (table, tables.get(name + _COUNTS)) if one is not None]
         if table.ndim == 1:
-            metrics[name] = float(table[:real].sum()) / count
+            total, own = float(pair[0].sum()), float(pair[1].sum()) if pair[1:] else count
+            if not own:
+                raise BadInputError(f"measure gave '{name}' with counts of 0 alone: nothing counts in it")
+            metrics[name] = total / own
         else:
-            rows[name] = table[:real].flatten(0, 1)[: share.plan.samples].cpu()
+            one, *counts = (one.flatten(0, 1)[: share.plan.samples].cpu() for one in pair)
+            rows[name] = (one, *counts) if counts else one
     return metrics | summarized(task, rows, world) if rows else metrics
 
 
@@ -189,6 +205,10 @@ class Measured:
         self._tables: dict[str, _Table] = {}
         self._fault = ""
 
+    def fail(self, error: BadInputError) -> None:
+        """Keeps a fault."""
+        self._fault = self._fault or str(error)
+
     def take(self, number: int, given: Any) -> None:
         """Keeps the values of a micro-batch: sums as float64, values of samples in their own dtype."""
         try:
@@ -197,14 +217,17 @@ class Measured:
                     f"measure gave {describe_value(given)} for a batch; it gives a dict of tensors"
                 )
             for name, value in given.items():
-                self._put(number, name, value)
+                one, *counts = value if isinstance(value, tuple) else (value,)
+                one = as_tensor(one)
+                if unfit := why_unfit(name, one, self._size):
+                    raise BadInputError(f"measure gave {unfit}")
+                self._put(number, name, one)
+                for count in counts:
+                    self._put(number, name + _COUNTS, as_tensor(count))
         except BadInputError as error:
-            self._fault = self._fault or str(error)
+            self.fail(error)
 
-    def _put(self, number: int, name: Any, value: Any) -> None:
-        value = as_tensor(value)
-        if unfit := why_unfit(name, value, self._size):
-            raise BadInputError(f"measure gave {unfit}")
+    def _put(self, number: int, name: str, value: torch.Tensor) -> None:
         kind = value.dtype if value.ndim else torch.float64
         table = self._tables.get(name)
         if table is None:
@@ -246,7 +269,8 @@ class Measured:
                     raise _unlike(name, first, other)
             if first.shape and given < count:
                 raise BadInputError(
-                    f"measure gave rows '{name}' for {given} of {count} batches; every sample has its row"
+                    f"measure gave rows '{name.removesuffix(_COUNTS)}' for {given} of {count} batches; every "
+                    "sample has its row"
                 )
             if name in self._tables:
                 values = self._tables[name].values
@@ -257,12 +281,12 @@ class Measured:
         return tables
 
 
-def summarized(task: Task, rows: Mapping[str, torch.Tensor], world: World) -> dict[str, float]:
+def summarized(task: Task, rows: Mapping[str, Any], world: World) -> dict[str, float]:
     """Returns the metrics that `summarize` of the task computes on rank 0, on all ranks; collective.
 
     Args:
         task: A task with a method `summarize`.
-        rows: Values of all samples by name, each (samples, …).
+        rows: Values of all samples by name, each (samples, …), or such a pair of values and counts.
         world: The ranks.
 
     Raises:

@@ -205,7 +205,7 @@ def open_outputs(
     return Outputs(
         logger,
         checkpoints,
-        AnomalyLog(folder, run.plan),
+        AnomalyLog(folder, run.plan, getattr(run.task, "mean", False)),
         each_step=(
             *([profile.step_done] if profile else []),
             progress_bar.step_done,

@@ -141,7 +141,8 @@ class Reduction(Protocol):
         """Takes a micro-batch's loss and BatchNorm's statistics, after its backward pass.
 
         Args:
-            loss: float (); or (1 + n,), the trained sum of several losses and each of them.
+            loss: float (); or (1 + n,), the trained sum of several losses and each of them; and what they
+                count, if they say so.
             statistics: Batch statistics of this micro-batch.
         """
 
@@ -339,6 +340,36 @@ class RaggedItemCount(ItemCount):
         sum_over_ranks(true, self._group)
         # Without any valid token the gradient is 0, not NaN.
         correction = self._expected / true.clamp_(min=1)
-        if present := gradients.present():
-            torch._foreach_mul_(present, correction.to(present[0].dtype))
-        return loss * correction
+        return _scaled(loss, gradients, correction)
+
+
+class GivenCount(ItemCount):
+    """Divisor of a step's losses where the loss gives what it counts, as its last element; else as known."""
+
+    def __init__(self, known: ItemCount, losses: int, group: dist.ProcessGroup | None) -> None:
+        """Takes the count to fall back to, the number of named losses, and the group of a loss."""
+        self._known, self._group = known, group
+        self._alone, self._given = not losses, 2 + losses  # with counts: their sum, each of them, the counts
+
+    def begin(self, step: int) -> int:
+        """See `ItemCount.begin`."""
+        return self._known.begin(step)
+
+    def add(self, num_items: int) -> None:
+        """See `ItemCount.add`."""
+        self._known.add(num_items)
+
+    def correct(self, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+        """Scales a step's loss and gradients to the counts that all ranks had; collective."""
+        if not loss.ndim or len(loss) < self._given:
+            return self._known.correct(loss, gradients)
+        share = sum_over_ranks(loss[-1].clone(), self._group)  # of the number that they were divided by
+        loss = loss[0] if self._alone else loss[:-1]
+        # Where nothing counts the gradient is 0, not NaN.
+        return _scaled(loss, gradients, torch.where(share > 0, 1 / share, 0.0))
+
+
+def _scaled(loss: torch.Tensor, gradients: Gradients, factor: torch.Tensor) -> torch.Tensor:
+    if present := gradients.present():
+        torch._foreach_mul_(present, factor.to(present[0].dtype))
+    return loss * factor

@@ -9,7 +9,7 @@ from trainer.data.batch import Batch
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.models.precision import scale_of
 from trainer.observe.phases import PHASE_TIMER, enter_phase
-from trainer.tasks import MultiLossTask, Task
+from trainer.tasks import Task, ValuesTask
 from trainer.train.state import Run
 
 
@@ -31,21 +31,27 @@ class LossOf(nn.Module):
     __call__ = forward  # it has no hooks; nn.Module.__call__ would cost a percent of the smallest step
 
 
-class LossesOf(LossOf):
-    """Module whose forward pass gives the losses of a task with several."""
+class ValuesOf(LossOf):
+    """Module whose forward pass gives each loss of a task that has several, and what they count."""
 
-    task: MultiLossTask
+    task: ValuesTask
 
-    def __init__(self, task: MultiLossTask, model: nn.Module) -> None:
-        """Takes a task with several losses and its model, which may be compiled."""
+    def __init__(self, task: ValuesTask, model: nn.Module) -> None:
+        """Takes a task and its model, which may be compiled."""
         super().__init__(task, model)
-        self.trained = len(task.losses) - len(getattr(task, "watched", ()))
+        self.trained = max(1, len(task.losses) - len(getattr(task, "watched", ())))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Returns the losses of a micro-batch, float (1 + n,): the trained sum, and each without gradient."""
-        parts = self.task.loss_parts(self.called, batch)
+        """Returns the losses of a micro-batch, float (1 + n,): the trained sum, and each without gradient.
+
+        Of one loss without a name it is the loss, (). What the losses count, if they say so, comes last.
+        """
+        parts, counts = self.task.parts(self.called, batch)
         trained = sum(parts[1 : self.trained], parts[0])
-        return torch.stack((trained, *(part.detach() for part in parts)))
+        named = [part.detach() for part in parts] if self.task.losses else []
+        if counts is not None:
+            return torch.stack([one.double() for one in (trained, *named, counts)])
+        return torch.stack((trained, *named)) if named else trained
 
     __call__ = forward
 
@@ -79,7 +85,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
             # Before backward: there activation checkpointing repeats the forward pass, and its updates.
             statistics = state.statistics.of_micro_batch()
             enter_phase("backward")
-            if run.losses:
+            if loss.ndim:
                 precision.backward(loss[0])
                 loss = loss.detach()
             else:

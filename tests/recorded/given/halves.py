@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
+from trainer import means
+
 
 class Halves(nn.Module):
     """A recurrent half behind one with BatchNorm, and buffers that each forward pass moves."""
@@ -58,18 +60,18 @@ class Task:
         point, label = batch.fields["point"], batch.fields["label"]
         logits = model(point + 0.1 * torch.randn_like(point))
         return {
-            "entropy": F.cross_entropy(logits, label, reduction="sum"),
-            "size": 0.01 * logits.square().sum(),
-            "accuracy": (logits.argmax(1) == label).sum(),
+            "entropy": F.cross_entropy(logits, label, reduction="none"),
+            "size": 0.01 * logits.square().sum(1),
+            "accuracy": logits.argmax(1) == label,
         }
 
     def measure(self, model, batch):
         logits, label = model(batch.fields["point"]), batch.fields["label"]
         each = F.cross_entropy(logits, label, reduction="none")
-        return {"loss": each.sum(), "each": each}
+        return {"loss": each}
 
     def summarize(self, rows):
-        return {"worst": rows["each"].max()}
+        return {"worst": rows["loss"].max(), **means(rows, "loss")}
 
     def inputs(self, batch):
         return (batch.fields["point"],)

@@ -41,12 +41,12 @@ class Spoiled:
 
     def loss(self, model, batch):
         each = F.cross_entropy(model(batch.fields["point"]), batch.fields["label"], reduction="none")
-        return (each * batch.fields["factor"]).sum()
+        return each * batch.fields["factor"]
 
     def measure(self, model, batch):
         logits, label = model(batch.fields["point"]), batch.fields["label"]
-        right = (logits.argmax(1) == label).sum()
-        return {"loss": F.cross_entropy(logits, label, reduction="sum"), "accuracy": right}
+        right = logits.argmax(1) == label
+        return {"loss": F.cross_entropy(logits, label, reduction="none"), "accuracy": right}
 
     def inputs(self, batch):
         return (batch.fields["point"],)

@@ -26,7 +26,7 @@ class Autoencoder:
         return Tied()
 
     def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["x"], reduction="sum")
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["x"], reduction="none").sum(1)
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

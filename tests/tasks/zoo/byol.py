@@ -33,7 +33,7 @@ class BYOL:
 
     def loss(self, model, batch):
         told, wanted = model(batch.fields["x"])
-        return (2 - 2 * F.cosine_similarity(told, wanted, dim=1)).sum()
+        return 2 - 2 * F.cosine_similarity(told, wanted, dim=1)
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

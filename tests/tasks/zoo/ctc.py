@@ -30,7 +30,7 @@ class CTC:
     def loss(self, model, batch):
         f = batch.fields
         told = model(f["sound"]).transpose(0, 1)
-        return F.ctc_loss(told, f["target"], f["frames"], f["length"], reduction="sum", zero_infinity=True)
+        return F.ctc_loss(told, f["target"], f["frames"], f["length"], reduction="none", zero_infinity=True)
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

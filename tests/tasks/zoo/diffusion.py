@@ -28,11 +28,11 @@ class Diffusion:
     def loss(self, model, batch):
         x = batch.fields["x"]
         strength, noise = torch.rand(len(x), 1), torch.randn_like(x)
-        return F.mse_loss(
-            model((1 - strength).sqrt() * x + strength.sqrt() * noise, strength), noise, reduction="sum"
-        )
+        told = model((1 - strength).sqrt() * x + strength.sqrt() * noise, strength)
+        return F.mse_loss(told, noise, reduction="none").sum(1)
 
     def measure(self, model, batch):
         x = batch.fields["x"]
         half = torch.full((len(x), 1), 0.5)
-        return {"loss": F.mse_loss(model(0.5**0.5 * (x + 1), half), torch.ones_like(x), reduction="sum")}
+        told = model(0.5**0.5 * (x + 1), half)
+        return {"loss": F.mse_loss(told, torch.ones_like(x), reduction="none").sum(1)}

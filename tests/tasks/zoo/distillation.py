@@ -29,7 +29,7 @@ class Distillation:
         with torch.no_grad():
             wanted = model.teacher(batch.fields["x"]).div(2).log_softmax(1)
         told = model.student(batch.fields["x"]).div(2).log_softmax(1)
-        return 4 * F.kl_div(told, wanted, reduction="sum", log_target=True)
+        return 4 * F.kl_div(told, wanted, reduction="none", log_target=True).sum(1)
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

@@ -41,7 +41,7 @@ class DQN:
         f = batch.fields
         value, later = model(f["state"], f["after"])
         wanted = f["reward"] + 0.9 * later.max(1).values
-        return F.smooth_l1_loss(value.gather(1, f["action"][:, None])[:, 0], wanted, reduction="sum")
+        return F.smooth_l1_loss(value.gather(1, f["action"][:, None])[:, 0], wanted, reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

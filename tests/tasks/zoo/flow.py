@@ -43,7 +43,7 @@ class NormalizingFlow:
         return Density()
 
     def loss(self, model, batch):
-        return model(batch.fields["x"]).sum()
+        return model(batch.fields["x"])
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

@@ -24,8 +24,8 @@ class Forces:
         place = f["place"].clone().requires_grad_()
         energy = model(place)[:, 0]
         force = -torch.autograd.grad(energy.sum(), place, create_graph=model.training)[0]
-        wrong = F.mse_loss(force, f["force"], reduction="sum")
-        return {"energy": F.mse_loss(energy, f["energy"], reduction="sum"), "force": wrong}
+        wrong = F.mse_loss(force, f["force"], reduction="none").sum(1)
+        return {"energy": F.mse_loss(energy, f["energy"], reduction="none"), "force": wrong}
 
     def measure(self, model, batch):
         with torch.enable_grad():

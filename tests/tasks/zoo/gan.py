@@ -34,9 +34,9 @@ class GAN:
         real = batch.fields["point"]
         fake = model.generator(torch.randn(len(real), 4))
         fixed = {name: weight.detach() for name, weight in model.critic.named_parameters()}
-        told = F.softplus(-model.critic(real)).sum() + F.softplus(model.critic(fake.detach())).sum()
-        return {"critic": told, "generator": F.softplus(-functional_call(model.critic, fixed, fake)).sum()}
+        told = F.softplus(-model.critic(real)) + F.softplus(model.critic(fake.detach()))
+        return {"critic": told, "generator": F.softplus(-functional_call(model.critic, fixed, fake))}
 
     def measure(self, model, batch):
         fake = model.generator(torch.ones(len(batch.fields["point"]), 4))
-        return {"distance": (fake - batch.fields["point"]).norm(dim=1).sum()}
+        return {"distance": (fake - batch.fields["point"]).norm(dim=1)}

@@ -37,7 +37,7 @@ class GNN:
 
     def loss(self, model, batch):
         f = batch.fields
-        return F.cross_entropy(model(f["node"], f["edge"], f["mask"]), f["label"], reduction="sum")
+        return F.cross_entropy(model(f["node"], f["edge"], f["mask"]), f["label"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

@@ -35,7 +35,8 @@ class Language:
 
     def loss(self, model, batch):
         text = batch.fields["text"]
-        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+        each = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="none")
+        return each.view(len(text), -1).sum(1)
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

@@ -32,8 +32,8 @@ class MeanTeacher:
 
     def loss(self, model, batch):
         told, wanted = model(batch.fields["x"])
-        labeled = F.cross_entropy(told, batch.fields["y"], ignore_index=-1, reduction="sum")
-        return {"labeled": labeled, "agreement": F.mse_loss(told, wanted.detach(), reduction="sum")}
+        labeled = F.cross_entropy(told, batch.fields["y"], ignore_index=-1, reduction="none")
+        return {"labeled": labeled, "agreement": F.mse_loss(told, wanted.detach(), reduction="none").sum(1)}
 
     def measure(self, model, batch):
         return {"loss": sum(self.loss(model, batch).values())}

@@ -31,7 +31,7 @@ class NeuralODE:
         return Flow()
 
     def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["start"]), batch.fields["end"], reduction="sum")
+        return F.mse_loss(model(batch.fields["start"]), batch.fields["end"], reduction="none").sum(1)
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

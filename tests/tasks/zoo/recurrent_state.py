@@ -31,7 +31,7 @@ class Recurrent:
         return Remembering()
 
     def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

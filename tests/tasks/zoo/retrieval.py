@@ -33,10 +33,8 @@ class Retrieval:
     def loss(self, model, batch):
         logits = model(batch.fields["question"], batch.fields["answer"])
         right = torch.arange(len(logits))
-        both = F.cross_entropy(logits, right, reduction="sum") + F.cross_entropy(
-            logits.T, right, reduction="sum"
-        )
-        return both / 2
+        there = F.cross_entropy(logits, right, reduction="none")
+        return (there + F.cross_entropy(logits.T, right, reduction="none")) / 2
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

@@ -1,4 +1,4 @@
-"""Sequence to sequence with padding: `num_items` counts the tokens that are no padding."""
+"""Sequence to sequence with padding: the tokens that are no padding count."""
 
 import numpy as np
 from torch import nn
@@ -24,7 +24,7 @@ class Seq2Seq:
         random = np.random.default_rng(0)
         length = random.integers(2, 7, 24)
         tokens = random.integers(1, 10, (2, 24, 7)) * (np.arange(7) < length[:, None])
-        rows = {"source": tokens[0], "target": tokens[1], "num_items": length - 1}
+        rows = {"source": tokens[0], "target": tokens[1]}
         return rows, {name: row[:10] for name, row in rows.items()}
 
     def model(self):
@@ -33,7 +33,8 @@ class Seq2Seq:
     def loss(self, model, batch):
         logits = model(batch.fields["source"], batch.fields["target"])
         wanted = batch.fields["target"][:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum")
+        each = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="none")
+        return each.view(wanted.shape), wanted > 0
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

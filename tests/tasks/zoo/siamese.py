@@ -20,7 +20,7 @@ class Siamese:
 
     def loss(self, model, batch):
         three = (model(batch.fields[name]) for name in ("anchor", "near", "far"))
-        return F.triplet_margin_loss(*three, reduction="sum")
+        return F.triplet_margin_loss(*three, reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

@@ -37,7 +37,7 @@ class Surgery:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
 
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}

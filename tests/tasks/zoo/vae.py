@@ -32,8 +32,8 @@ class VAE:
     def loss(self, model, batch):
         x = batch.fields["x"]
         again, mean, log_variance = model(x)
-        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum() / 2
-        return {"reconstruction": F.mse_loss(again, x, reduction="sum"), "divergence": divergence}
+        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1) / 2
+        return {"reconstruction": F.mse_loss(again, x, reduction="none").sum(1), "divergence": divergence}
 
     def measure(self, model, batch):
         return {"loss": sum(self.loss(model, batch).values())}

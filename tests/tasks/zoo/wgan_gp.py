@@ -33,11 +33,11 @@ class WassersteinGAN:
         slope = torch.autograd.grad(model.critic(between).sum(), between, create_graph=True)[0]
         fixed = {name: weight.detach() for name, weight in model.critic.named_parameters()}
         return {
-            "critic": model.critic(fake.detach()).sum() - model.critic(real).sum(),
-            "penalty": 10 * (slope.norm(dim=1) - 1).square().sum(),
-            "generator": -functional_call(model.critic, fixed, fake).sum(),
+            "critic": model.critic(fake.detach()) - model.critic(real),
+            "penalty": 10 * (slope.norm(dim=1) - 1).square(),
+            "generator": -functional_call(model.critic, fixed, fake),
         }
 
     def measure(self, model, batch):
         fake = model.generator(torch.ones(len(batch.fields["point"]), 4))
-        return {"distance": (fake - batch.fields["point"]).norm(dim=1).sum()}
+        return {"distance": (fake - batch.fields["point"]).norm(dim=1)}

@@ -37,9 +37,9 @@ from trainer.optim.own import HostSchedule
 from trainer.rng import permuted
 from trainer.train import evaluate, loop, reduction, state, step
 from trainer.train.components import run, updates
-from trainer.train.reduction import AllReduce, Gradients, ItemCount, RaggedItemCount, TreeSum
+from trainer.train.reduction import AllReduce, GivenCount, Gradients, ItemCount, TreeSum
 from trainer.train.state import Run
-from trainer.train.step import LossesOf
+from trainer.train.step import ValuesOf
 
 _KNOWN = Path(__file__).parent / "known"
 _SMALL = ("data.global_batch_size=8", "data.micro_batch_size=8")
@@ -360,19 +360,19 @@ FAULTS = (
           Plan, "_sample",
           _sample(lambda right, epoch, at: right(epoch, np.where((epoch == 2) & (at == 0), 1, at))), _ORDER),
     # loss and its divisor
-    Fault("bound-of-items", "the loss is divided by the most items that a step can have",
-          RaggedItemCount, "correct", _instead(lambda _, loss, __: loss), _PLAIN, "ragged"),
+    Fault("bound-of-items", "a loss that says what counts is divided by the samples",
+          GivenCount, "correct", _instead(lambda _, loss, __: loss[0]), _PLAIN, "ragged"),
     Fault("micro-batch-divisor", "the loss is divided by the samples of the micro-batch", ItemCount, "begin",
           _instead(lambda own, _: own._plan.micro_batch_size), _ADDED),
     Fault("full-last-batch", "the last batch of an epoch is divided by the samples of a full one",
           Plan, "step_samples", _instead(lambda plan, _: plan.global_batch_size), _PLAIN, "weighted"),
     Fault("last-loss", "the loss of a step is that of its last micro-batch", AllReduce, "add",
           _before(lambda own, *_: setattr(own, "_loss", None)), _ADDED),
-    Fault("items-in-loss-alone", "gradients are divided by the bound of items, the loss by the items",
-          RaggedItemCount, "correct", _items_in_loss, _PLAIN, "ragged"),
-    Fault("first-loss-alone", "of several losses the first is trained", LossesOf, "__init__",
+    Fault("items-in-loss-alone", "gradients are divided by the samples, the loss by what counts",
+          GivenCount, "correct", _items_in_loss, _PLAIN, "ragged"),
+    Fault("first-loss-alone", "of several losses the first is trained", ValuesOf, "__init__",
           _after(lambda own, *_: setattr(own, "trained", 1)), _PLAIN, "several"),
-    Fault("watched-trained", "what is only watched counts in the loss, too", LossesOf, "__init__",
+    Fault("watched-trained", "what is only watched counts in the loss, too", ValuesOf, "__init__",
           _after(lambda own, *_: setattr(own, "trained", len(own.task.losses))), _PLAIN, "several"),
     Fault("losses-pile-up", "a record has the losses since the run began", training, "take_metrics",
           _piled_up, _PLAIN),

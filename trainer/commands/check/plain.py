@@ -6,12 +6,14 @@ task's data, model, loss and metrics, the class `Batch`, weights to start from, 
 samples to micro-batches.
 
 A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer
-of torch.optim (`formulas`), the average. Three rules of the trainer stand here, too:
+of torch.optim (`formulas`), the average. A custom task's values are those that its class gives: they are
+added up here, and divided by what counts in all micro-batches of the step; a mean weighs its items. Three
+rules of the trainer stand here, too:
   micro-batches  buffers and frozen parameters that a forward pass changes start each micro-batch at their
                  values before the step; after it they are the mean of the values that the micro-batches left
   evaluation     what training changes so is put back after an evaluation
-  items          in fp16, where samples differ in their items, a loss is divided by the most that a step can
-                 have, and gradients are corrected before they are clipped
+  items          where the loss says what counts, or in fp16 where samples differ in their items, a loss is
+                 divided by the most that a step can have, and gradients are corrected before they are clipped
 The second rule can be left out (`ruled`), and three causes of a difference can be kept from working
 (`still`), so that a reason is found by trying it.
 """
@@ -114,15 +116,19 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         for part in model.modules() if "batchnorm" in still else ():
             part.train(part.training and not isinstance(part, _BatchNorm))
         batches = [plain_samples(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
-        items = most = max(1, sum(batch.num_items for batch in batches))
+        items: float = max(1, sum(batch.num_items for batch in batches))
+        most = items
+        if hasattr(task, "given_loss"):
+            most = max(1, sum(len(next(iter(batch.fields.values()))) for batch in batches))
+        counted = 0.0
         if mixed == torch.float16 and "num_items" in task.train_data.fields:
             most = task.train_data.num_items * sum(len(samples) for _, samples in micro_batches)
         before, after, total = untrained(model), list[StepTensors](), StepTensors()
-        for number, batch in enumerate(batches):
+        for at, batch in enumerate(batches):
             put(model, before)
             if not len(next(iter(batch.fields.values()))):  # padding alone
                 continue
-            drawn = first + step * len(batches) + number
+            drawn = first + step * len(batches) + at
             torch.default_generator.manual_seed(drawn)
             random.seed(drawn)
             np.random.seed(drawn % 2**32)
@@ -130,11 +136,14 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
                 torch.autocast("cpu", mixed) if mixed else nullcontext(),
                 draws_alike() if "random" in still else nullcontext(),
             ):
-                parts = losses(task, model, batch)
+                parts, number = losses(task, model, batch)
+            counted += number
             after.append(untrained(model))  # a checkpointed block runs again in the backward pass
             with pretend():
                 scaler.scale(parts["loss"] / (most * thirds)).backward()
-            total = {n: total.get(n, 0) + part.detach().double() / items for n, part in parts.items()}
+            total = {n: total.get(n, 0) + part.detach().double() for n, part in parts.items()}
+        items = counted or items
+        total = {name: part / items for name, part in total.items()}
         scaler.unscale_(optimizer)
         for p in trained.values() if nudged or most != items else ():
             p.grad = None if p.grad is None else p.grad * (thirds * most / items)
@@ -190,13 +199,36 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: StepTen
     return {name: t.detach().clone() for name, t in found.items() if isinstance(t, torch.Tensor)}
 
 
-def losses(task: Any, model: nn.Module, batch: Batch) -> StepTensors:
-    """Computes the loss of a micro-batch, a sum over its samples, and each named loss."""
-    if names := loss_rows(task):
-        every = dict(zip(names, task.loss_parts(model, batch), strict=True))
-        first, *others = (part for name, part in every.items() if not name.startswith("watched/"))
-        return {**every, "loss": sum(others, first)}
-    return {"loss": task.loss(model, batch)}
+def losses(task: Any, model: nn.Module, batch: Batch) -> tuple[StepTensors, float]:
+    """Computes the loss of a micro-batch, a sum, and each named loss; and the number that divides them."""
+    names, number = loss_rows(task), float(batch.num_items)
+    if hasattr(task, "given_loss"):
+        given = task.given_loss(model, batch)
+        each = [given[name] for name in task.losses] if names else [given]
+        number = max(number_of(one, batch) for one in each)
+        parts = [added_up(one, number) for one in each]
+    else:
+        parts = [task.loss(model, batch)]
+    every = dict(zip(names or ("loss",), parts, strict=True))
+    first, *others = (part for name, part in every.items() if not name.startswith("watched/"))
+    return {**every, "loss": sum(others, first)}, number
+
+
+def number_of(given: Any, batch: Batch) -> float:
+    """Returns the number that divides a custom task's values: of a pair its counts, of means the items."""
+    if isinstance(given, tuple):
+        return float(given[1].double().sum())
+    return len(given) if torch.as_tensor(given).ndim else batch.num_items
+
+
+def added_up(given: Any, number: float) -> torch.Tensor:
+    """Adds up values of samples, or values that count; a mean is so many times its value."""
+    values, counts = given if isinstance(given, tuple) else (torch.as_tensor(given), None)
+    wide: torch.Tensor = values if values.dtype == torch.float64 else values.float()
+    if counts is None:
+        return wide.sum() if values.ndim else wide * number
+    total: torch.Tensor = (wide[counts != 0] * counts[counts != 0]).sum()
+    return total
 
 
 def plain_samples(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> Batch:
@@ -246,21 +278,35 @@ def mean(before: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def measure_plainly(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> StepTensors:
-    """Computes metrics: sums over the evaluation data divided by its items, and results of `summarize`."""
-    data, items, sums, rows = task.evaluation_data, 0, StepTensors(), dict[str, list[torch.Tensor]]()
+    """Computes metrics: sums over the evaluation data divided by its items, and results of `summarize`.
+
+    A custom task's values are divided by what counts in each figure.
+    """
+    data, whole, own = task.evaluation_data, 0, hasattr(task, "given_measure")
+    sums, numbers, rows = StepTensors(), dict[str, float](), dict[str, list[Any]]()
     model.eval()
     for start in range(0, len(data), size):
         batch = plain_samples(data, None, np.arange(start, min(start + size, len(data))), 0, 0)
-        items += batch.num_items
+        whole += batch.num_items
         with torch.autocast("cpu", mixed) if mixed else nullcontext():
-            measured = task.measure(model, batch)
-        for name, value in measured.items():
-            if value.ndim:
-                rows.setdefault(name, []).append(value)
-            else:
-                sums[name] = sums.get(name, 0) + value.double()
-    metrics = {name: value / items for name, value in sums.items()}
+            measured = (task.given_measure if own else task.measure)(model, batch)
+        for name, given in measured.items():
+            if hasattr(task, "summarize") and (own or given.ndim):
+                rows.setdefault(name, []).append(given)
+                continue
+            number = number_of(given, batch) if own else 0.0
+            value = added_up(given, number) if own else given
+            sums[name] = sums.get(name, 0) + value.double()
+            numbers[name] = numbers.get(name, 0.0) + number
+    metrics = {name: value / (numbers[name] if own else whole) for name, value in sums.items()}
     if rows:
-        given = task.summarize({name: torch.cat(parts) for name, parts in rows.items()})
+        given = task.summarize({name: of_all_batches(parts) for name, parts in rows.items()})
         metrics |= {name: torch.tensor(float(v), dtype=torch.float64) for name, v in given.items()}
     return {f"metric/{name}": value for name, value in metrics.items()}
+
+
+def of_all_batches(parts: Sequence[Any]) -> Any:
+    """Joins values of batches, or values and counts."""
+    if isinstance(parts[0], tuple):
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+    return torch.cat(list(parts))

@@ -14,7 +14,7 @@ REASONS = MappingProxyType(
         "with the same ones",
     }
 )
-_OTHER = "the loss compares the samples of a micro-batch, or isn't a sum over them"
+_OTHER = "the loss compares the samples of a micro-batch, or is a mean that can't be divided"
 
 
 def reason(causes: Sequence[Cause], alike: Callable[[Collection[Cause]], bool | None]) -> str:

@@ -268,13 +268,25 @@ class _InDouble:
         with _doubled():
             return super().loss(model, _wide(batch))  # type: ignore[misc]
 
-    def loss_parts(self, model: nn.Module, batch: Any) -> Any:
-        with _doubled():
-            return super().loss_parts(model, _wide(batch))  # type: ignore[misc]
-
     def measure(self, model: nn.Module, batch: Any) -> Any:
         with _doubled():
             return super().measure(model, _wide(batch))  # type: ignore[misc]
+
+
+class _ValuesInDouble(_InDouble):
+    """The same of a custom task."""
+
+    def parts(self, model: nn.Module, batch: Any) -> Any:
+        with _doubled():
+            return super().parts(model, _wide(batch))  # type: ignore[misc]
+
+    def given_loss(self, model: nn.Module, batch: Any) -> Any:
+        with _doubled():
+            return super().given_loss(model, _wide(batch))  # type: ignore[misc]
+
+    def given_measure(self, model: nn.Module, batch: Any) -> Any:
+        with _doubled():
+            return super().given_measure(model, _wide(batch))  # type: ignore[misc]
 
 
 def _widened(model: nn.Module) -> nn.Module:
@@ -294,7 +306,8 @@ def _widened(model: nn.Module) -> nn.Module:
 
 def _in_double(task: Any) -> Any:
     wide = copy.copy(task)
-    wide.__class__ = type("InDouble", (_InDouble, type(task)), {})
+    mixin = _ValuesInDouble if hasattr(task, "given_loss") else _InDouble
+    wide.__class__ = type("InDouble", (mixin, type(task)), {})
     return wide
 
 
@@ -373,7 +386,7 @@ def _not_in_double(task: Any) -> str:
         model, seen = wide.model().train(), _Narrow()  # type: ignore[no-untyped-call]
         batch = plain.plain_samples(task.train_data, np.zeros_like(few), few, 0, task.uniforms)
         with torch.random.fork_rng(devices=[]), seen:
-            plain.losses(wide, model, batch)["loss"].backward()
+            plain.losses(wide, model, batch)[0]["loss"].backward()
     except Exception as error:  # somebody's code
         return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:120]}"
     return seen.first

@@ -40,6 +40,7 @@ from trainer.train.components.updates import make_updates, words_for
 from trainer.train.reduction import (
     AllReduce,
     FixedGradients,
+    GivenCount,
     Gradients,
     ItemCount,
     RaggedItemCount,
@@ -49,7 +50,7 @@ from trainer.train.reduction import (
     TreeSum,
 )
 from trainer.train.state import EvaluationSet, Run, TrainState
-from trainer.train.step import LossesOf, LossOf
+from trainer.train.step import LossOf, ValuesOf
 
 
 def build(
@@ -88,7 +89,8 @@ def build(
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
     losses = loss_rows(task)
-    loss_of = (LossesOf if losses else LossOf)(task, prepared.call)  # type: ignore[arg-type]
+    gives_values = hasattr(task, "parts")
+    loss_of = (ValuesOf if gives_values else LossOf)(task, prepared.call)  # type: ignore[arg-type]
     rows = None
     if is_sharded(recipe.parallel, world):
         parts, kind = blocks(model).values(), gathered_in(recipe.precision, model, device)
@@ -110,6 +112,9 @@ def build(
     if in_tree:
         reduction = TreeSum(gradients, world, statistics, recipe.parallel.bucket_mb)
     count_items = RaggedItemCount if "num_items" in task.train_data.fields else ItemCount
+    items = count_items(plan, task.train_data.num_items, world.group)
+    if gives_values:
+        items = GivenCount(items, len(losses), reduction.loss_group)
     # Below 2**62, so that adding the micro-batch's number never overflows.
     first_key = (key(plan.seed, Purpose.MICRO_BATCH) >> 2) + share.rank * share.gradient_accumulation_steps
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
@@ -142,7 +147,7 @@ def build(
         gradients=gradients,
         reduction=reduction,
         precision=precision,
-        items=count_items(plan, task.train_data.num_items, world.group),
+        items=items,
         recent=make_recent_losses(recipe.anomaly, recipe.log.every, device),
         nonfinite=prepared.nonfinite,
         generators=(*generators, *([host_generators] if host_generators else [])),

@@ -1,8 +1,9 @@
-"""The task of `simple` with one to three items in each sample."""
+"""The task of `simple` with samples that count once to three times."""
 
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from trainer.commands.check.known import simple
 
@@ -13,11 +14,15 @@ RECIPE: dict[str, Any] = {
 
 
 class Ragged(simple.Simple):
-    """Samples whose error counts once for each item."""
+    """Samples and how often each counts."""
 
     def data(self) -> Any:
-        """Returns training and evaluation samples with `num_items`."""
+        """Returns training and evaluation samples with their counts."""
         train, evaluation = super().data()
         for samples in (train, evaluation):
-            samples["num_items"] = (np.arange(len(samples["x"])) % 3 + 1).astype(np.int64)
+            samples["count"] = (np.arange(len(samples["x"])) % 3 + 1).astype(np.int64)
         return train, evaluation
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        """Returns squared errors and counts."""
+        return super().loss(model, batch)[:, 0], batch.fields["count"]

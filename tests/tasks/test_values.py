@@ -1,0 +1,502 @@
+"""Promise: of a custom task's values a step makes the gradient of one big batch, however it is split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import trainer
+from tests.helpers.refusals import named, refusal, refused
+from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.world import Ranks
+from trainer.cli import main
+from trainer.data.dataset import ArrayDataset
+from trainer.distributed.parallel import World
+from trainer.tasks.custom import CustomTask
+from trainer.tasks.values import means
+from trainer.train.components.run import build
+from trainer.train.step import take_metrics, train_step
+
+SAMPLES, PLACES, KINDS = 12, 5, 4
+F64 = torch.float64
+
+
+class Tokens:
+    """Sequences of unlike length, in float64."""
+
+    losses: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+
+    def data(self) -> Any:
+        random = np.random.default_rng(3)
+        length = random.integers(1, PLACES + 1, SAMPLES)
+        y = np.where(np.arange(PLACES) < length[:, None], random.integers(0, KINDS, (SAMPLES, PLACES)), -100)
+        rows = {"x": random.normal(size=(SAMPLES, PLACES, 3)), "y": y, **self.more(length)}
+        return rows, {name: row[:7] for name, row in rows.items()}
+
+    def more(self, _: Any) -> dict[str, Any]:
+        return {}
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 6, dtype=F64), nn.Tanh(), nn.Linear(6, KINDS, dtype=F64))
+
+    def each(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        y = batch.fields["y"]
+        return F.cross_entropy(model(batch.fields["x"]).flatten(0, 1), y.flatten(), reduction="none").view(
+            y.shape
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self.each(model, batch).sum(1)
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": self.each(model, batch).sum(1)}
+
+
+class Masked(Tokens):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        mask = batch.fields["y"] >= 0
+        return self.each(model, batch).masked_fill(~mask, 1e9), mask
+
+
+class Weighted(Tokens):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        counts = (batch.fields["y"] >= 0) * (0.5 + batch.fields["x"][..., 0].abs())
+        return self.each(model, batch).masked_fill(counts == 0, torch.nan), counts
+
+
+class Mean(Tokens):
+    """As a model of transformers has it: over the tokens of the micro-batch."""
+
+    reduction = "mean"
+
+    def more(self, _: Any) -> dict[str, Any]:
+        return {"num_items": _}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch.fields["x"]).flatten(0, 1), batch.fields["y"].flatten())
+
+
+class Penalized(Tokens):
+    """A mean beside masked values, and a figure that is watched."""
+
+    reduction = "mean"
+    losses = ("fit", "penalty")
+    watched = ("right",)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        mask, logits = batch.fields["y"] >= 0, model(batch.fields["x"])
+        penalty = 0.1 * model[0].weight.square().sum()  # type: ignore[index]
+        return {
+            "fit": (self.each(model, batch), mask),
+            "penalty": penalty,
+            "right": (logits.argmax(2) == batch.fields["y"], mask),
+        }
+
+
+class Read(Tokens):
+    """From data sets of somebody's own, each of whose samples has five items."""
+
+    def data(self) -> Any:
+        train, evaluation = map(ArrayDataset, super().data())
+        train.num_items = evaluation.num_items = PLACES
+        return train, evaluation
+
+
+def of_one_batch(own: Any) -> list[torch.Tensor]:
+    """The gradient of all samples at once, by hand for each of the five: it calls none of their losses."""
+    fields, model = {n: torch.from_numpy(a) for n, a in own.data()[0].items()}, own.model()
+    y, log = fields["y"], model(fields["x"]).log_softmax(2)
+    valid = y >= 0
+    nats = torch.where(valid, -log.gather(2, y.clamp(min=0)[..., None])[..., 0], 0.0)
+    if isinstance(own, Weighted):
+        weight = valid * (0.5 + fields["x"][..., 0].abs())
+        loss = (nats * weight).sum() / weight.sum()
+    elif isinstance(own, Mean | Masked | Penalized):
+        loss = nats.sum() / valid.sum()
+        if isinstance(own, Penalized):
+            loss = loss + 0.1 * model[0].weight.pow(2).sum()
+    else:
+        loss = nats.sum() / len(y)
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def gradients(world: World, kind: int, micro: int, reduction: str, last: str) -> list[list[torch.Tensor]]:
+    """Those of a run's first steps, which don't move the weights."""
+    task = CustomTask(OWN[kind](), "own")
+    data = {
+        "global_batch_size": 8 if last == "weighted" else 12,
+        "micro_batch_size": micro,
+        "last_batch": last,
+    }
+    recipe = make_recipe(
+        epochs=1,
+        data=data,
+        optim={"name": "sgd", "lr": 1e-30, "momentum": 0.0, "max_grad_norm": 0.0},
+        parallel={"threads": 1, "reduction": reduction},
+    )
+    run, seen = build(recipe, task, world, 0), list[list[torch.Tensor]]()
+
+    def look(*_: Any) -> None:
+        seen.append([p.grad.clone() for p in run.gradients.parameters if p.grad is not None])
+
+    run.state.optimizer.register_step_pre_hook(look)
+    run.replica.train()
+    batches = run.loader(run.share.batches())
+    for step in range(run.steps):
+        train_step(run, batches, step)
+        seen.append([*take_metrics(run).values()])
+    run.close()
+    return seen
+
+
+OWN: list[type[Tokens]] = [Tokens, Masked, Weighted, Mean, Penalized, Read]
+
+
+@pytest.mark.parametrize("kind", range(5))
+@pytest.mark.parametrize("micro", [12, 4, 2, 1])
+def test_a_step_has_the_gradient_of_one_batch(kind: int, micro: int) -> None:
+    alone = World(0, 1, 0, torch.device("cpu"), None)
+    wanted = of_one_batch(OWN[kind]())
+    for reduction in ("all_reduce", "tree"):
+        found, (loss, *_) = gradients(alone, kind, micro, reduction, "cross")
+        assert 0 < float(loss) < 9, "also where what doesn't count is NaN, or large"
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+def test_ranks_divide_by_what_counts_on_all(ranks: Ranks, reduction: str) -> None:
+    for kind in range(5):
+        wanted = of_one_batch(OWN[kind]())
+        for found in ranks.run(2, gradients, kind, 2, reduction, "cross"):
+            for one, other in zip(found[0], wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_last_batch_of_fewer_samples_is_their_mean() -> None:
+    """Of 12 samples in batches of 8 the last has 4, and padding beside them."""
+    alone = World(0, 1, 0, torch.device("cpu"), None)
+    for kind in range(5):
+        *_, whole, _ = gradients(alone, kind, 8, "all_reduce", "weighted")
+        *_, parts, _ = gradients(alone, kind, 1, "all_reduce", "weighted")
+        for one, other in zip(whole, parts, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_losses_in_rows_are_means_too() -> None:
+    alone = World(0, 1, 0, torch.device("cpu"), None)
+    (_, (loss, fit, penalty, right, *_)), (_, (again, *_)) = (
+        gradients(alone, 4, micro, "all_reduce", "cross") for micro in (2, 12)
+    )
+    assert float(loss) == pytest.approx(float(fit + penalty), rel=1e-12)
+    assert float(loss) == pytest.approx(float(again), rel=1e-12)
+    assert 0 <= float(right) <= 1
+
+
+# --- forms ---
+
+X = torch.arange(8.0).reshape(4, 2)
+
+
+class Line:
+    """Four samples of two numbers; what it gives is put in by a test."""
+
+    def data(self) -> Any:
+        x = np.arange(8, dtype=np.float32).reshape(4, 2) / 8
+        return {"x": x, "y": x[:, 0]}, {"x": x, "y": x[:, 0]}
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return (model(batch.fields["x"])[:, 0] - batch.fields["y"]).square()
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": Line.loss(self, model, batch)}
+
+
+def check(**methods: Any) -> CustomTask:
+    task = CustomTask(type("Mine", (Line,), methods)(), "mine")
+    task.check()
+    return task
+
+
+def out(model: nn.Module, batch: Any) -> torch.Tensor:
+    result: torch.Tensor = model(batch.fields["x"])
+    return result
+
+
+GOOD: dict[str, Callable[..., Any]] = {
+    "a value": lambda _, m, b: out(m, b)[:, 0],
+    "(n, 1)": lambda _, m, b: out(m, b),
+    "bools": lambda _, m, b: (out(m, b).expand(-1, 3), torch.ones(len(b.fields["x"]), 3) > 0),
+    "weights": lambda _, m, b: (out(m, b).expand(-1, 3), torch.ones(len(b.fields["x"]), 3)),
+    "of samples": lambda _, m, b: (out(m, b)[:, 0], b.fields["y"] > 0.3),
+}
+BAD: dict[str, tuple[Callable[..., Any], str]] = {
+    "a sum": (lambda _, m, b: out(m, b).sum(), "loss reduction none mean"),
+    "a mean": (lambda _, m, b: out(m, b).mean(), "loss reduction none mean"),
+    "more dimensions": (lambda _, m, b: out(m, b).expand(-1, 8), "4 8 .sum(1) .mean(1) counts"),
+    "each with each": (
+        lambda _, m, b: F.mse_loss(out(m, b), b.fields["y"], reduction="none"),
+        "4 .sum(1) minus",
+    ),
+    "images": (lambda _, m, b: out(m, b)[..., None].expand(-1, 3, 2), "4 3 2 1 .mean((1"),
+    "other samples": (lambda _, m, b: out(m, b)[:2, 0], "2 4"),
+    "counts of another shape": (lambda _, m, b: (out(m, b).expand(-1, 3), b.fields["y"] > 0), "4 3 counts"),
+    "counts below 0": (lambda _, m, b: (out(m, b)[:, 0], b.fields["y"] - 1), "counts 0"),
+    "a pair of means": (lambda _, m, b: (out(m, b).mean(), torch.ones(())), "loss"),
+    "nothing": (lambda *_: None, "loss nothing"),
+    "a list": (lambda _, m, b: [*out(m, b)], "loss list"),
+    "no gradient": (lambda _, m, b: out(m, b).detach(), "gradient"),
+    "whole numbers": (lambda _, m, b: out(m, b).long(), "int64"),
+}
+
+
+@pytest.mark.parametrize("form", GOOD)
+def test_what_a_loss_may_be(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check(loss=GOOD[form])
+    check(measure=lambda *given: {"loss": GOOD[form](*given), "of pairs": GOOD["bools"](*given)})
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", BAD)
+def test_what_a_loss_is_not(form: str) -> None:
+    given, words = BAD[form]
+    with refused(words):
+        check(loss=given)
+    if form not in ("no gradient", "whole numbers", "counts below 0"):
+        with refused(words.replace("loss", "figure")):
+            check(measure=lambda *one: {"loss": GOOD["a value"](*one), "figure": given(*one)})
+
+
+def test_losses_of_a_step_have_one_divisor() -> None:
+    """A gradient is divided once: two masks can't both be right."""
+
+    def given(_: Any, m: nn.Module, b: Any) -> Any:
+        return {"a": out(m, b)[:, 0], "b": (out(m, b)[:, 0], b.fields["y"] > 0.3)}
+
+    with refused("counts"):
+        check(loss=given, losses=("a", "b"))
+
+    class Turns(Line):
+        begun, calls = False, 0
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            self.calls += self.begun
+            return GOOD["of samples" if self.calls > 1 else "a value"](self, model, batch)
+
+    own = Turns()
+    run = build_alone(
+        make_recipe(data={"global_batch_size": 4, "micro_batch_size": 2}), CustomTask(own, "own")
+    )
+    own.begun = True
+    with refused("loss counts"):
+        train_step(run, run.loader(run.share.batches()), 0)
+    run.close()
+
+
+def test_the_field_num_items_weighs_means_alone() -> None:
+    def data(_: Any) -> Any:
+        part = {**Line().data()[0], "num_items": np.array([1, 2, 3, 4])}
+        return part, part
+
+    with refused('num_items reduction "mean" counts'):
+        check(data=data)
+    with refused("num_items mean"):
+        check(data=data, reduction="mean")
+    for wrong in ("sum", 3):
+        with refused(f"reduction {wrong} mean"):
+            check(reduction=wrong)
+    task = check(reduction="mean", data=data, loss=lambda _, m, b: out(m, b).mean(), measure=mean_of_two)
+    assert "depends on the micro-batch" in task.notes[0]
+
+
+def mean_of_two(_: Any, model: nn.Module, batch: Any) -> Any:
+    return {"loss": out(model, batch).square().mean()}
+
+
+def test_an_old_task_is_told_the_new_form(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["new", "mine.py"])
+    text = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(text.replace('reduction="none"', 'reduction="sum"'))
+    capsys.readouterr()
+    refusal(main(["train", "mine.py"]), capsys.readouterr().err, 'reduction="none"', folder=tmp_path / "runs")
+
+
+def test_narrow_values_are_added_up_in_float32() -> None:
+    class Narrow(Line):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return super().loss(model, batch).bfloat16()
+
+    task = CustomTask(Narrow(), "own")
+    batch: Any = trainer.Batch({"x": torch.full((1000, 2), 0.1), "y": torch.zeros(1000)}, None, None, 1000)
+    loss, model = task.loss(nn.Linear(2, 1), batch), nn.Linear(2, 1)
+    assert loss.dtype == torch.float32
+    each = Narrow().loss(model, batch)
+    assert float(task.loss(model, batch)) == pytest.approx(float(each.double().sum()), rel=1e-5)
+
+
+def test_items_of_a_data_set_without_the_field_divide_no_values() -> None:
+    """Of a data set with `read` of somebody's own."""
+    found, _ = gradients(World(0, 1, 0, torch.device("cpu"), None), -1, 2, "all_reduce", "cross")
+    for one, other in zip(found, of_one_batch(Tokens()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+# --- values and means are tried ---
+
+
+def noisy(_: Any, model: nn.Module, batch: Any) -> Any:
+    return (out(model, batch)[:, 0] - torch.randn(len(batch.fields["x"]))).square()
+
+
+COMPARES: dict[str, tuple[bool, Callable[..., Any]]] = {
+    "an expanded mean": (True, lambda _, m, b: out(m, b).square().mean().expand(len(b.fields["x"]))),
+    "each with each": (
+        True,
+        lambda _, m, b: (out(m, b) - b.fields["y"]).square().mean(1),
+    ),
+    "contrast": (True, lambda _, m, b: (out(m, b) @ b.fields["y"][None]).softmax(1)[:, 0]),
+    "ranks of a batch": (True, lambda _, m, b: out(m, b)[:, 0] / (1 + out(m, b).detach().abs().sum())),
+    "each alone": (False, GOOD["a value"]),
+    "a penalty": (False, lambda _, m, b: out(m, b)[:, 0] + m.weight.square().sum()),
+    "drawn": (False, noisy),
+    "masks": (False, GOOD["bools"]),
+}
+
+
+@pytest.mark.parametrize("kind", COMPARES)
+def test_a_loss_that_compares_samples_is_told(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told, loss = COMPARES[kind]
+    task = check(loss=loss, measure=lambda _, m, b: {"loss": GOOD["a value"](_, m, b)})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == told
+    assert not told or named(lines[0], "loss data.micro_batch_size")
+    assert bool(task.notes) == (kind == "drawn")
+    if kind not in ("drawn", "masks"):
+        check(measure=lambda *given: {"loss": GOOD["a value"](*given), "figure": loss(*given).detach()})
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == told and (not told or named(lines[0], "figure data.eval_batch_size"))
+
+
+def classes(model: nn.Module, batch: Any, **more: Any) -> torch.Tensor:
+    logits = torch.cat((out(model, batch), -out(model, batch)), 1)
+    return F.cross_entropy(logits, more.pop("label", (batch.fields["y"] > 0.3).long()), **more)
+
+
+MEANS: dict[str, tuple[str | None, Callable[..., Any]]] = {
+    "mean": ("equal", lambda _, m, b: classes(m, b)),
+    "mean and penalty": ("equal", lambda _, m, b: classes(m, b) + m.weight.square().sum()),
+    "class weights": ("depends", lambda _, m, b: classes(m, b, weight=torch.tensor([1.0, 9.0]))),
+    "of pairs": ("depends", lambda _, m, b: out(m, b).var()),
+    "random": ("random", lambda _, m, b: noisy(_, m, b).mean()),
+    "ignored in a half": (
+        "item",
+        lambda _, m, b: classes(m, b, label=torch.where(b.fields["y"] > 0.3, -100, 0)),
+    ),
+    "a sum": (None, lambda _, m, b: classes(m, b, reduction="sum")),
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_of_four_is_compared_with_that_of_two_and_two(kind: str) -> None:
+    told, loss = MEANS[kind]
+    methods: dict[str, Any] = {"reduction": "mean", "loss": loss}
+    if told is None:
+        with refused('sum reduction "mean" none'):
+            check(**methods)
+        return
+    task = check(**methods)
+    (line,) = (note for note in task.notes if told in note)
+    assert task.tried["means"] in line
+    assert task.anew().notes == task.notes
+
+
+class Detector(nn.Linear):
+    """As torchvision's: losses in training, boxes in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return {"boxes": y.square().mean()} if self.training else [*y]
+
+
+def test_what_gives_no_values_in_evaluation_mode_is_tried_in_training_mode() -> None:
+    task = check(
+        reduction="mean",
+        model=lambda _: Detector(2, 1),
+        loss=lambda _, m, b: m(b.fields["x"])["boxes"],
+        measure=lambda _, m, b: {"loss": torch.stack(m(b.fields["x"]))},
+    )
+    assert len(task.notes) == 2 and "equal" in task.notes[1]
+    few = {name: row[:2] for name, row in Line().data()[0].items()}
+    task = check(
+        reduction="mean",
+        data=lambda _: (few, few),
+        model=lambda _: nn.Sequential(nn.BatchNorm1d(2), Detector(2, 1)),
+        loss=lambda _, m, b: m(b.fields["x"])["boxes"],
+        measure=lambda _, m, b: {"loss": torch.stack(m(b.fields["x"]))},
+    )
+    assert "tried" in task.notes[1], "BatchNorm needs two samples"
+
+
+# --- measure ---
+
+
+@pytest.mark.usefixtures("here")
+def test_each_figure_is_divided_by_its_own_counts() -> None:
+    def measured(own: Any, model: nn.Module, batch: Any) -> Any:
+        mask = batch.fields["y"] >= 0
+        return {
+            "loss": (own.each(model, batch), mask),
+            "sum": own.each(model, batch).sum(1),
+            "exact": torch.ones(len(mask), dtype=torch.bool),
+            "tokens": (mask, mask),
+        }
+
+    settings = {
+        "max_steps": 1,
+        "optim.lr": 1e-30,
+        "data.global_batch_size": 4,
+        "data.micro_batch_size": 2,
+        "data.eval_batch_size": 3,
+        "parallel.threads": 1,
+    }
+    run = trainer.fit(type("Mine", (Masked,), {"measure": measured}), settings)
+    assert (run.metrics["exact"], run.metrics["tokens"]) == (1.0, 1.0)
+    length = (Tokens().data()[1]["y"] >= 0).sum()
+    assert run.metrics["sum"] * 7 / length == pytest.approx(run.metrics["loss"], rel=1e-12)
+    rows = trainer.fit(
+        type(
+            "Mine",
+            (Masked,),
+            {
+                "measure": measured,
+                "summarize": lambda _, rows: {**means(rows), "width": rows["loss"][0].shape[1]},
+            },
+        ),
+        settings,
+    )
+    assert rows.metrics["width"] == PLACES
+    for name, value in run.metrics.items():
+        assert rows.metrics[name] == pytest.approx(value, rel=1e-12)
+
+
+def test_means_of_what_summarize_gets() -> None:
+    values = {
+        "a": torch.tensor([1, 2, 4]),
+        "b": (torch.tensor([[1.0, torch.nan], [3.0, 5.0]]), torch.tensor([[True, False], [True, True]])),
+        "c": torch.tensor([True, False]),
+    }
+    assert means(values) == {"a": pytest.approx(7 / 3), "b": 3.0, "c": 0.5}
+    assert means(values, "b") == {"b": 3.0}

@@ -1,0 +1,117 @@
+"""What `loss` and `measure` of a custom task give: a value for each sample, and what of it counts."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trainer.tasks.figures import describe_value
+
+NARROW = 4  # bytes of a float: a sum is made in no less
+OLD_SUM = (
+    'give a value for each sample, (n,), as F.cross_entropy(…, reduction="none") does: the trainer takes the '
+    "mean. (What is one mean of the micro-batch, such as the .loss of a transformers model: reduction = "
+    '"mean" in the class)'
+)
+
+
+class Values(NamedTuple):
+    """Values of a micro-batch.
+
+    Attributes:
+        values: (n,), or (n, …) with counts or as rows; (): a mean over the micro-batch's items.
+        counts: Which of them count, or their weights, of the same shape; None: each counts once.
+    """
+
+    values: torch.Tensor
+    counts: torch.Tensor | None = None
+
+    def total(self) -> torch.Tensor:
+        """Returns the sum of what counts, (), in float32 at least; of bools and whole numbers in float64."""
+        values, counts = self.values, self.counts
+        if not values.is_floating_point():
+            values = values.double()
+        elif values.element_size() < NARROW:
+            values = values.float()
+        if counts is None:
+            return values.sum()
+        counted = torch.where(counts != 0, values, 0)  # a NaN that doesn't count is none of the sum's
+        return (counted if counts.dtype == torch.bool else counted * counts).sum()
+
+    def number(self) -> torch.Tensor:
+        """Returns the sum of the counts, float64 ()."""
+        assert self.counts is not None
+        return self.counts.sum(dtype=torch.float64)
+
+    def rows(self, added: int = 0) -> Any:
+        """Returns the values, or the pair of values and counts, with so many zeros behind them."""
+        one, *counts = (
+            torch.cat([part, part.new_zeros((added, *part.shape[1:]))]) if added else part
+            for part in self
+            if part is not None
+        )
+        return (one, *counts) if counts else one
+
+
+def read_values(given: Any, samples: int, mean: bool, rows: bool = False) -> Values:
+    """Reads a result of a method on so many samples.
+
+    Args:
+        given: Values, or a pair of values and counts.
+        samples: Samples of the micro-batch.
+        mean: Whether a mean, (), is one.
+        rows: Whether values without counts may have more dimensions.
+
+    Raises:
+        ValueError: If it is none of these; says what it is, and what it may be.
+    """
+    values, counts = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if isinstance(values, int | float | np.generic):
+        values = torch.as_tensor(float(values), dtype=torch.float64)
+    fit = isinstance(values, torch.Tensor) and values.layout is torch.strided
+    if not fit or (values.is_complex() and not rows):
+        raise ValueError(f"{describe_value(values)}; give a tensor of numbers, (n,)")
+    what = describe_value(values)
+    if not values.ndim:
+        if mean and counts is None:
+            return Values(values)
+        raise ValueError(f"{what}; {OLD_SUM}")
+    if len(values) != samples:
+        raise ValueError(f"{what} for {samples} samples; give a value for each of them, ({samples},)")
+    if counts is not None:
+        if not isinstance(counts, torch.Tensor) or counts.shape != values.shape or counts.is_complex():
+            raise ValueError(
+                f"{what} with {describe_value(counts)} as counts; give both of one shape, (n, …)"
+            )
+        return Values(values, counts)
+    if values.ndim == 1 or rows:
+        return Values(values)
+    if values[0].numel() == 1:
+        return Values(values.reshape(samples))
+    slip = ", which looks like each sample with each: (n, 1) minus (n,)" * (
+        values.shape == (samples, samples)
+    )
+    axes = 1 if values.ndim == 2 else tuple(range(1, values.ndim))
+    raise ValueError(
+        f"{what}{slip}; add .sum({axes}) or .mean({axes}), whose gradients differ in size, or give the pair "
+        "(values, counts), of which counts says what counts: a mask, or weights"
+    )
+
+
+def means(values: Mapping[str, Any], *names: str) -> dict[str, float]:
+    """Returns the means of some of the values that `summarize` gets, by name, each over what counts.
+
+    Args:
+        values: What `summarize` got: a tensor (samples, …) by name, or a pair (values, counts).
+        names: Names of the figures; all of them if none is given.
+
+    Returns:
+        A number for each name; NaN where nothing counts.
+    """
+    found = {}
+    for name in names or values:
+        one = values[name]
+        pair = Values(*one) if isinstance(one, tuple) else Values(one.double(), torch.ones_like(one))
+        found[name] = float(Values(pair.values.double(), pair.counts).total() / pair.number())
+    return found
