@@ -49,6 +49,8 @@ file      | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none   
 leaves    | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
 from      | 2 1 none   | 2 1 none   | 1 1 none     | 1 1 none      | 2 1 none      | raises 1 none
 signal    | 1 1 none   | 1 1 none   | 1 1 none     | 1 1 none      | 1 1 none      | 143 0 none
+requeue   | 75 1 run   | 75 1 run   | 1 1 run      | 1 1 run       | 75 1 run      | 143 0 run
+late      | 0 0 run    | 0 0 run    | 0 0 run      | 0 0 run       | 0 0 run       | 0 0 run
 """
 
 OWN = """
@@ -113,6 +115,7 @@ FILES = {
     "leaves.py": OWN.replace("x = np", "raise SystemExit(0)\n        x = np"),
     "table/train.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
     "table/val.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
+    "late.py": OWN.replace("x = np", "__import__('time').sleep(2.5)\n        x = np"),
     "slow.py": f"{OWN}\n{SLOW}",
 }
 WATCHED = {"data.limit": 24, "hooks.use": ["watch.py:Watch"]}
@@ -283,7 +286,25 @@ def test_a_signal_while_it_prepares(way: str, tmp_path: Path) -> None:
     check("signal", way, folder, started.end(), ("SIGTERM",))
 
 
+@WAYS
+def test_a_signal_while_it_prepares_to_resume(way: str, tmp_path: Path) -> None:
+    folder = place(tmp_path / "here")
+    assert job(folder, "launcher 1", Job("own.py", {}, {"stop-after": "3"})).code == 75
+    started = Started(way, folder, Job("slow.py"))
+    until((folder / "prepares").exists)
+    started.send(signal.SIGTERM)
+    check("requeue", way, folder, started.end(), ("SIGTERM",))
+
+
+@WAYS
+def test_data_that_take_longer_than_the_limits_of_a_step(way: str, tmp_path: Path) -> None:
+    folder = place(tmp_path / "here")
+    check(
+        "late", way, folder, job(folder, way, Job("late.py", {"parallel.timeout_s": 2, "parallel.hang_s": 1}))
+    )
+
+
 def test_the_table_has_each_case_once() -> None:
     told = [line.partition("|")[0].strip() for line in TABLE.strip().splitlines()[1:]]
-    others = ["digits", "own", "stop", "resume", "finished", "other", "signal"]
+    others = ["digits", "own", "stop", "resume", "finished", "other", "signal", "requeue", "late"]
     assert sorted(told) == sorted([*REFUSALS, *others])

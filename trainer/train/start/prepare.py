@@ -30,7 +30,7 @@ from trainer.train.start.checks import Start, check_start, threads_line
 from trainer.train.start.decision import Decision, Finished, From, Resume, decide
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 
-_SHOWN_SECONDS = 60.0  # until a file server shows one host's new file to another
+SHOWN_SECONDS = 60.0  # until a file server shows one host's new file to another
 _POLL_SECONDS = 0.2
 _READY_FACTOR = 3.0  # of the time that rank 0 took, and the other ranks may take for the same data
 
@@ -85,7 +85,7 @@ def prepared_in_turns(
 
 def _prepared_on_this_host(request: Request, prepared: Prepared, token: str) -> Prepared:
     """Checks the run folder of another host than rank 0's, and hashes the weights that lie here."""
-    until = time.monotonic() + _SHOWN_SECONDS
+    until = time.monotonic() + SHOWN_SECONDS
     while token and _shown(prepared.folder) != token:
         if time.monotonic() > until:
             raise BadInputError(
