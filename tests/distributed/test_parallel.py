@@ -237,24 +237,20 @@ def test_a_copy_uses_its_own_weights(ranks: Ranks) -> None:
 
 LEAVING = """
 import sys
-from functools import partial
 import torch
 from torch import distributed as dist
 from trainer.distributed import parallel
 from trainer.launch import worker
 
-def together():
-    with parallel.joined_world("cpu", 60) as world:
+def together(store):
+    with parallel.joined_world("cpu", 60, store) as world:
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1), group=world.control)
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
+port = int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
-join = dist.init_process_group
 for attempt in range(100):
-    corner = dist.PrefixStore(str(attempt), store)
-    dist.init_process_group = partial(join, store=corner, rank=rank, world_size=2)
-    together()
+    together(dist.PrefixStore(str(attempt), store))
     worker._held.clear()  # what the end of the process does
 """
 
@@ -279,7 +275,9 @@ def test_leaving_the_others_never_hangs() -> None:
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", **there}
     ranks = [
-        preloaded.Popen([sys.executable, "-c", LEAVING, rank, str(store.port)], env=environment)
+        preloaded.Popen(
+            [sys.executable, "-c", LEAVING, rank, str(store.port)], env={**environment, "RANK": rank}
+        )
         for rank in ("0", "1")
     ]
     try:

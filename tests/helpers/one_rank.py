@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +55,11 @@ class Life(NamedTuple):
 def one_rank(device: torch.device) -> Iterator[World]:
     """Joins a world of one as ranks of a run join theirs: with a group, and one of gloo for CPU tensors."""
     store = TCPStore("127.0.0.1", 0, 1, is_master=True)
-    join = partial(dist.init_process_group, store=store, rank=0, world_size=1)
+    original = dist.init_process_group
+
+    def join(backend: str, **given: Any) -> None:
+        original(backend, **{**given, "world_size": 1})
+
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", device.index or 0)):
             patch.setenv(name, str(value))
@@ -65,7 +68,7 @@ def one_rank(device: torch.device) -> Iterator[World]:
         for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
             patch.setenv(name, os.environ.get(name, "2000"))
         patch.setattr(dist, "init_process_group", join)
-        with joined_world("cuda" if device.type == "cuda" else "cpu", 120) as world:
+        with joined_world("cuda" if device.type == "cuda" else "cpu", 120, store) as world:
             yield replace(world, size=1)
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from tests.helpers.refusals import named, refused
 from tests.helpers.waiting import SECONDS
 from trainer.config.recipe_file import load_recipe
-from trainer.distributed.parallel import Place
-from trainer.distributed.turns import Turns, heard, tell, wait_for_all
+from trainer.distributed.parallel import RankPlace
+from trainer.distributed.turns import Turns, heard, say_to_all, wait_for_all
 from trainer.errors import BadInputError, LostPeerError, RefusedElsewhereError
-from trainer.train.request import Prepared, Request, as_json
+from trainer.train.request import PreparedRun, Request, as_json
 from trainer.train.start import prepare
 
 
@@ -24,7 +24,7 @@ def run(*ranks: Callable[[Turns], Any], hosts: int = 1) -> "list[Future[Any]]":
     """Calls a function for each rank, in a thread of its own."""
     store, size = HashStore(), len(ranks)
     here = size // hosts
-    places = [Place(rank, size, rank % here, here) for rank in range(size)]
+    places = [RankPlace(rank, size, rank % here, here) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return [pool.submit(rank, Turns(place, store)) for rank, place in zip(ranks, places, strict=True)]
 
@@ -35,7 +35,7 @@ def test_a_message_comes_as_it_was_told_and_all_wait_for_all() -> None:
     def first(turns: Turns) -> None:
         time.sleep(0.2)
         order.append("prepared")
-        tell(turns, "prepared", {"n": [1, "é"]})
+        say_to_all(turns, "prepared", {"n": [1, "é"]})
         wait_for_all(turns, SECONDS)
 
     def other(turns: Turns) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def test_a_message_comes_as_it_was_told_and_all_wait_for_all() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    alone = Turns(Place(0, 1, 0, 1), None)
-    tell(alone, "prepared", {})
+    alone = Turns(RankPlace(0, 1, 0, 1), None)
+    say_to_all(alone, "prepared", {})
     wait_for_all(alone, 0.0)
 
 
@@ -67,7 +67,7 @@ def test_who_refuses_tells_all_and_stays_until_they_have_heard(monkeypatch: pyte
 
     def other(turns: Turns) -> RefusedElsewhereError:
         # As `in_turns` has it, which all ranks of a process would share.
-        store = module.PrefixStore("prepare/0", turns.store)
+        store = PrefixStore("prepare/0", turns.store)
         with pytest.raises(RefusedElsewhereError) as error:
             heard(Turns(turns.place, store), "prepared")
         return error.value
@@ -100,8 +100,8 @@ def test_a_host_that_has_another_run_folder_is_named(
 
     def first(turns: Turns) -> None:
         (tmp_path / ".nodes").write_text("token" if shared else "another")
-        answer = as_json(Prepared(recipe, "digits", tmp_path))
-        tell(turns, "prepared", {"token": "token", "seconds": 0.1, **answer})
+        answer = as_json(PreparedRun(recipe, "digits", tmp_path))
+        say_to_all(turns, "prepared", {"token": "token", "seconds": 0.1, **answer})
         with suppress(LostPeerError):  # where the other refuses
             wait_for_all(turns, SECONDS if shared else 1.0)
 

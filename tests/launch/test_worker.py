@@ -24,7 +24,7 @@ from trainer.launch.signals import SIGNALS
 from trainer.launch.worker import Worker, current, requested
 from trainer.runs.manifest import BegunFrom, Pretrained
 from trainer.train.options import StartingPoint
-from trainer.train.request import Prepared, Request, as_json, from_json
+from trainer.train.request import PreparedRun, Request, as_json, from_json
 
 
 def in_a_fork(check: Callable[[], object]) -> None:
@@ -176,9 +176,9 @@ def test_a_request_arrives_as_it_was_made(name: str) -> None:
         assert from_json(Request, json.loads(json.dumps(as_json(one)))) == one
     begun_from = BegunFrom(folder="/runs/y", run_id="00ff", step=3, hash="ff", differs=["seed: 0, now 7"])
     weights = Pretrained(source="hub:a/b@main", revision="1" * 40, sha256="2" * 64)
-    prepared = Prepared(recipe, name, Path("/runs/x"))
+    prepared = PreparedRun(recipe, name, Path("/runs/x"))
     ended = replace(prepared, ended=("finished", 0))
     for told in (prepared, ended, replace(prepared, begun_from=begun_from, pretrained=weights)):
-        assert from_json(Prepared, json.loads(json.dumps(as_json(told)))) == told
+        assert from_json(PreparedRun, json.loads(json.dumps(as_json(told)))) == told
     arrived = from_json(Request, json.loads(json.dumps(as_json(request))))
     assert config_hash(arrived.recipe) == config_hash(recipe)

@@ -49,7 +49,7 @@ class World:
     local_size: int = 1
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """This rank's place in the job, by the variables that torchrun sets.
 
     Attributes:
@@ -65,10 +65,10 @@ class Place(NamedTuple):
     local_size: int
 
 
-def place_of(environ: Mapping[str, str]) -> Place:
+def place_of(environ: Mapping[str, str]) -> RankPlace:
     """Returns this rank's place; a process without these variables is the only rank."""
     usual = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return Place(*(int(environ.get(name, value)) for name, value in usual.items()))
+    return RankPlace(*(int(environ.get(name, value)) for name, value in usual.items()))
 
 
 def open_store(seconds: float) -> Any:

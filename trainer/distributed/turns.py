@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from trainer.distributed.parallel import Place, place_of
+from trainer.distributed.parallel import RankPlace, place_of
 from trainer.errors import EXIT_FAILED, LostPeerError, RefusedElsewhereError
 from trainer.launch.exit_record import record_of
 from trainer.launch.worker import note_signals
@@ -31,7 +31,7 @@ class Turns(NamedTuple):
         store: Store of the messages; None for a single rank.
     """
 
-    place: Place
+    place: RankPlace
     store: Any
 
     @property
@@ -61,7 +61,7 @@ def in_turns(store: Any) -> Iterator[Turns]:
         raise
 
 
-def tell(turns: Turns, key: str, content: Mapping[str, Any] | None = None) -> None:
+def say_to_all(turns: Turns, key: str, content: Mapping[str, Any] | None = None) -> None:
     """Leaves a message for all ranks."""
     if turns.store is not None:
         turns.store.set(key, json.dumps(content or {}))
@@ -108,7 +108,7 @@ def wait_for_all(turns: Turns, seconds: float) -> None:
     (rank, size, *_), store = turns
     if store is None:
         return
-    tell(turns, f"ready-{rank}")
+    say_to_all(turns, f"ready-{rank}")
     until = time.monotonic() + seconds
     for other in range(size):
         left = max(0.0, until - time.monotonic())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data.formats.boxes import scale_of
+from trainer.data.formats.boxes import scale_in_room
 from trainer.data.formats.coco import CocoPictures
 from trainer.errors import BadInputError, writing
 from trainer.host.files import check_replaceable, write_whole
@@ -35,7 +35,7 @@ class Found(NamedTuple):
     labels: Any
 
 
-def pictures_of(task: Task) -> CocoPictures:
+def coco_pictures(task: Task) -> CocoPictures:
     """Returns the evaluation images of a task, whose file of instances has the ids.
 
     Raises:
@@ -56,18 +56,18 @@ def check_results(file: Path | None, task: Task) -> None:
         BadInputError: If it can't.
     """
     if file is not None:
-        pictures_of(task)
+        coco_pictures(task)
         with writing(f"--coco {file}"):
             check_replaceable(file)
 
 
 def results_of_rows(task: Task, rows: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the entries of a results file for the rows of an evaluation, see `average_precision`."""
-    pictures, size = pictures_of(task), task.evaluation_data.fields["image"].shape[0]
+    pictures, size = coco_pictures(task), task.evaluation_data.fields["image"].shape[0]
     found = (
         Found(
             image,
-            scale_of((height, width), (size, size)),
+            scale_in_room((height, width), (size, size)),
             *(rows[name][row][rows["scores"][row] >= 0] for name in ("boxes", "scores", "labels")),
         )
         for row, (image, (height, width)) in enumerate(

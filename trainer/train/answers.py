@@ -11,7 +11,7 @@ from trainer.observe.console import warn
 from trainer.observe.log import Row
 from trainer.observe.phases import heartbeat
 from trainer.tasks.conversations import prompt_tokens
-from trainer.train.evaluate import as_evaluated
+from trainer.train.evaluate import in_evaluation
 from trainer.train.state import Run
 
 
@@ -30,7 +30,7 @@ def answers(run: Run) -> Row | None:
         return None
     began, ends = time.perf_counter(), end_tokens(run.recipe.model.name, chat.eos, chat.turn_end)
     found = dict[str, str]()
-    with as_evaluated(run):
+    with in_evaluation(run):
         for prompt in config.prompts:
             begun = torch.from_numpy(prompt_tokens(chat, prompt, "language.prompts")).to(run.world.device)
             room = room_after(state.model, len(begun), config.answer_tokens)

@@ -64,7 +64,7 @@ def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
 
 
 @contextmanager
-def as_evaluated(run: Run) -> Iterator[None]:
+def in_evaluation(run: Run) -> Iterator[None]:
     """A context in which a run's model is as an evaluation has it: averaged weights, evaluation mode."""
     state = run.state
     with (
@@ -79,7 +79,7 @@ def as_evaluated(run: Run) -> Iterator[None]:
 @contextmanager
 def shown_to_hooks(run: Run) -> Iterator[None]:
     """A context in which hooks of any rank may call a run's model; collective if it is sharded."""
-    with as_evaluated(run), gathered(run.state.model):
+    with in_evaluation(run), gathered(run.state.model):
         yield
     run.state.statistics.restore()
 

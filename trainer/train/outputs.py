@@ -55,7 +55,7 @@ from trainer.train.hooks import (
 )
 from trainer.train.provenance import make_manifest
 from trainer.train.recording import open_recording, other_ranks_checksums, writable
-from trainer.train.request import Prepared
+from trainer.train.request import PreparedRun
 from trainer.train.saving import Checkpoints
 from trainer.train.state import Run
 from trainer.train.step import take_metrics
@@ -117,7 +117,7 @@ def bare_outputs(
 
 def open_outputs(
     stack: contextlib.ExitStack,
-    prepared: Prepared,
+    prepared: PreparedRun,
     run: Run,
     stored: Manifest | None,
     data: Mapping[str, str],
@@ -331,7 +331,7 @@ def _add_advisor(run: Run, logger: MetricLogger, sources: Sources, profiled: boo
     return advisor
 
 
-def _open_profile(stack: contextlib.ExitStack, prepared: Prepared, run: Run) -> Profile | None:
+def _open_profile(stack: contextlib.ExitStack, prepared: PreparedRun, run: Run) -> Profile | None:
     if prepared.profile is None:
         return None
     profile = Profile(

@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """Run that may be trained, as rank 0 has prepared it for all ranks.
 
     Attributes:
@@ -107,7 +107,7 @@ def request_of(options: TrainOptions, recipe: Recipe, **more: Any) -> Request:
     return Request(recipe, options.recipe, **{**given, **more})
 
 
-def as_json(value: Request | Prepared) -> dict[str, Any]:
+def as_json(value: Request | PreparedRun) -> dict[str, Any]:
     """Returns JSON values, for another process."""
     values: dict[str, Any] = TypeAdapter(type(value)).dump_python(value, mode="json")
     return values

@@ -14,13 +14,13 @@ from trainer.commands.predict.classes import code_for, read_each, show_rows
 from trainer.commands.predict.images import content, reading_of_run, whole_box
 from trainer.data.batch import Batch
 from trainer.data.dataset import spread
-from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste, scale_of
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste, scale_in_room
 from trainer.data.formats.coco import CocoPictures
 from trainer.errors import EXIT_DONE, writing
 from trainer.host.files import check_writable, written_whole
 from trainer.host.here import path_shown
 from trainer.models.detection import Detections, detections
-from trainer.tasks.coco_results import Found, pictures_of, results, write_results
+from trainer.tasks.coco_results import Found, coco_pictures, results, write_results
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 
@@ -72,7 +72,7 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     )
     if options.coco is not None:
         entries = (Found(one.image, one.scale, *boxes) for one, boxes in pairs)
-        write_results(options.coco, results(pictures_of(run.task), entries))
+        write_results(options.coco, results(coco_pictures(run.task), entries))
     if options.out is not None:
         for number, (one, boxes) in enumerate(pairs):
             name = _picture_name(number, one.name)
@@ -121,7 +121,7 @@ def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
     out = np.zeros((height, width, channels), np.uint8)
     paste(nothing, out, 1.0, 0.0, 0.0)
     identity = int(path.stem) if path.stem.isdecimal() else path.stem
-    return ModelInput(str(path), out, scale_of(image.shape[:2], out.shape[:2]), identity)
+    return ModelInput(str(path), out, scale_in_room(image.shape[:2], out.shape[:2]), identity)
 
 
 def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
@@ -135,7 +135,7 @@ def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
         truth = (fields[BOXES][row][rows], fields[LABEL][row][rows].tolist())
         one = ModelInput(f"sample {sample}", fields[IMAGE][row], truth=truth)
         if isinstance(pictures := getattr(dataset, "pictures", None), CocoPictures):
-            scale = scale_of(pictures.sizes[sample].tolist(), one.pixels.shape[:2])
+            scale = scale_in_room(pictures.sizes[sample].tolist(), one.pixels.shape[:2])
             one = one._replace(scale=scale, image=pictures.ids[sample])
         seen.append(one)
     return seen

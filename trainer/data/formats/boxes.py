@@ -268,7 +268,7 @@ def paste(picture: Picture, out: Pixels, scale: float, down: float, right: float
     return _without(made, np.asarray(~seen | empty))
 
 
-def scale_of(sides: Sequence[int], room: Sequence[int]) -> tuple[float, float]:
+def scale_in_room(sides: Sequence[int], room: Sequence[int]) -> tuple[float, float]:
     """Returns the pixels that `paste` gives a pixel of an image at scale 1, across and down.
 
     Args:

@@ -47,11 +47,11 @@ def table_split(config: DataConfig, path: Path, split: str) -> Files:
         others = sorted(entry.name for entry in path.iterdir() if entry.name.startswith(f"{split}."))
         if others:
             raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {quoted(others[0])})")
-    several = Several(config.label_separator or "", tuple(config.label_columns or ()))
+    several = SeveralClasses(config.label_separator or "", tuple(config.label_columns or ()))
     return in_table(parquet if parquet.exists() else text, several)
 
 
-class Several(NamedTuple):
+class SeveralClasses(NamedTuple):
     """How a table names several classes of an image: by a separator, or by columns of 0 and 1."""
 
     separator: str = ""
@@ -86,7 +86,7 @@ def _is_one(where: str, column: str, value: Any) -> bool:
     return text in ("1", "1.0", "true")
 
 
-def in_table(file: Path, several: Several = Several()) -> Files:  # noqa: B008  (a tuple)
+def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  # noqa: B008  (a tuple)
     """Opens a CSV or Parquet file with the columns path and label; paths are relative to its folder.
 
     Labels are class names, or numbers; the classes are then 0 to the largest number.
@@ -139,7 +139,7 @@ def in_table(file: Path, several: Several = Several()) -> Files:  # noqa: B008  
     return files
 
 
-def _unlisted(file: Path, paths: Sequence[bytes], several: Several) -> list[bytes]:
+def _unlisted(file: Path, paths: Sequence[bytes], several: SeveralClasses) -> list[bytes]:
     """Returns the images beside those of a table that neither it nor another table of its folder names.
 
     The innermost folder that holds all images of the table is searched. If it isn't below the table's folder,
@@ -165,7 +165,7 @@ def _unlisted(file: Path, paths: Sequence[bytes], several: Several) -> list[byte
     return sorted(found)
 
 
-def _csv(file: Path, several: Several) -> Iterator[_Row]:
+def _csv(file: Path, several: SeveralClasses) -> Iterator[_Row]:
     with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
         table = csv.reader(text, strict=True)
         try:
@@ -188,7 +188,7 @@ def _csv(file: Path, several: Several) -> Iterator[_Row]:
             raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
 
 
-def _parquet(file: Path, several: Several) -> Iterator[_Row]:
+def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -340,9 +340,9 @@ def _head(file: Path) -> bytes:
         return opened.read(_HEAD)
 
 
-def _pair(where: str, path: Any, labels: Sequence[Any], several: Several) -> tuple[bytes, str]:
+def _pair(where: str, path: Any, labels: Sequence[Any], several: SeveralClasses) -> tuple[bytes, str]:
     label = labels[0]
-    if path in (None, "", b"") or (label in (None, "") and several == Several()):
+    if path in (None, "", b"") or (label in (None, "") and several == SeveralClasses()):
         raise BadInputError(f"{where}: path or label is empty")
     if not isinstance(path, str | bytes):
         raise BadInputError(f"{where}: path {quoted(path)} is no text")

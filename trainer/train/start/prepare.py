@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.distributed.turns import Turns, heard, tell, wait_for_all
+from trainer.distributed.turns import Turns, heard, say_to_all, wait_for_all
 from trainer.errors import BadInputError
 from trainer.host.files import own_folder, read_inside, write_whole
 from trainer.host.here import from_here
@@ -25,7 +25,7 @@ from trainer.runs.manifest import Manifest, read_stored
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.task import check_request, device_kind, make_task
-from trainer.train.request import Prepared, Request, as_json, from_json
+from trainer.train.request import PreparedRun, Request, as_json, from_json
 from trainer.train.start.checks import Start, check_start, threads_line
 from trainer.train.start.decision import Decision, Finished, From, Resume, decide
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
@@ -37,7 +37,7 @@ _READY_FACTOR = 3.0  # of the time that rank 0 took, and the other ranks may tak
 
 def prepared_in_turns(
     request: Request, turns: Turns, stack: ExitStack, task: Task | None = None
-) -> tuple[Prepared, Task | None]:
+) -> tuple[PreparedRun, Task | None]:
     """Returns what rank 0 has prepared, and the task, which each rank makes; None where nothing is trained.
 
     Args:
@@ -58,13 +58,13 @@ def prepared_in_turns(
             write_whole(own_folder(prepared.folder) / TOKEN, token)
             stack.callback(lambda: (prepared.folder / TOKEN).unlink(missing_ok=True))
         seconds = time.monotonic() - began
-        tell(turns, "prepared", {"token": token, "seconds": seconds, **as_json(prepared)})
+        say_to_all(turns, "prepared", {"token": token, "seconds": seconds, **as_json(prepared)})
         if given is None and isinstance(task, CustomTask) and prepared.ended is None:
             task = make_task(prepared.recipe, task.anew())  # as the other ranks have it: never tried
     else:
         said = heard(turns, "prepared")
         token, seconds = said.pop("token"), said.pop("seconds")
-        prepared = from_json(Prepared, said)
+        prepared = from_json(PreparedRun, said)
         if prepared.ended is None:
             first = turns.first_here
             if place.rank != first:
@@ -74,16 +74,16 @@ def prepared_in_turns(
             task = task or make_task(prepared.recipe)
             if place.rank == first:
                 check_start(Start(prepared.recipe, task, prepared.folder, prepared.stored), {"host"})
-                tell(turns, f"opened-{first}")
+                say_to_all(turns, f"opened-{first}")
     if turns.first_here == 0 == place.rank:
-        tell(turns, "opened-0")
+        say_to_all(turns, "opened-0")
     if isinstance(task, CustomTask):
         task.tried = prepared.tried
     wait_for_all(turns, request.recipe.parallel.timeout_s + _READY_FACTOR * seconds)
     return prepared, task
 
 
-def _prepared_on_this_host(request: Request, prepared: Prepared, token: str) -> Prepared:
+def _prepared_on_this_host(request: Request, prepared: PreparedRun, token: str) -> PreparedRun:
     """Checks the run folder of another host than rank 0's, and hashes the weights that lie here."""
     until = time.monotonic() + SHOWN_SECONDS
     while token and _shown(prepared.folder) != token:
@@ -106,7 +106,7 @@ def _shown(folder: Path) -> str:
 
 def prepare(
     request: Request, ranks: int, stack: ExitStack, task: Task | None = None
-) -> tuple[Prepared, Task]:
+) -> tuple[PreparedRun, Task]:
     """Prepares a run. Bad input leaves no folder.
 
     Args:
@@ -146,7 +146,7 @@ def prepare(
     begun_from = decision.checkpoint if isinstance(decision, From) else None
     if begun_from is not None:
         keep_beginning(folder or runs, begun_from)
-    prepared = Prepared(
+    prepared = PreparedRun(
         recipe,
         request.name,
         (folder or runs).absolute(),  # the same after each restart

@@ -52,7 +52,7 @@ from trainer.train.components.task import (
 from trainer.train.loop import train
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
-from trainer.train.request import Prepared, Request, as_json
+from trainer.train.request import PreparedRun, Request, as_json
 from trainer.train.saving import Checkpoints
 from trainer.train.start.job import restarted
 from trainer.train.start.prepare import prepared_in_turns
@@ -112,7 +112,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
 
 
 @contextlib.contextmanager
-def _folder_kept(request: Request, prepared: Prepared) -> Iterator[None]:
+def _folder_kept(request: Request, prepared: PreparedRun) -> Iterator[None]:
     """Leaves the run folder for a restart; without a launcher, removes one in which no run has begun."""
     worker, folder = current(), prepared.folder
     made = prepared.made or request.made
@@ -138,7 +138,7 @@ def _folder_kept(request: Request, prepared: Prepared) -> Iterator[None]:
             remove_unused(folder)
 
 
-def _train_prepared(prepared: Prepared, task: Task, hooks: Sequence[Any], store: Any) -> int:
+def _train_prepared(prepared: PreparedRun, task: Task, hooks: Sequence[Any], store: Any) -> int:
     recipe, folder = prepared.recipe, prepared.folder
     kind, data = device_kind(recipe), data_of(recipe, task, prepared.pretrained)
     detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
@@ -190,7 +190,7 @@ def _late_marked() -> Iterator[None]:
 
 
 def _attempt(
-    prepared: Prepared,
+    prepared: PreparedRun,
     task: Task,
     hooks: Sequence[Any],
     data: dict[str, str],
@@ -255,7 +255,7 @@ def _attempt(
     return EXIT_DONE
 
 
-def _build(prepared: Prepared, task: Task, world: World, fresh: bool) -> tuple[Run, list[str]]:
+def _build(prepared: PreparedRun, task: Task, world: World, fresh: bool) -> tuple[Run, list[str]]:
     """Builds the run, and returns it with notes on its loader; warns if memory may not suffice."""
     recipe = prepared.recipe
     loading = choose_loading(recipe, task, _limits(), world.local_size)
@@ -266,7 +266,7 @@ def _build(prepared: Prepared, task: Task, world: World, fresh: bool) -> tuple[R
     return run, [loading.line] if loading.line else []
 
 
-def _end_by_anomaly(finding: Finding, prepared: Prepared, run: Run, out: Outputs) -> NoReturn:
+def _end_by_anomaly(finding: Finding, prepared: PreparedRun, run: Run, out: Outputs) -> NoReturn:
     """Writes the anomaly, checkpoints and report, before any rank leaves; collective.
 
     Raises:
