@@ -22,7 +22,7 @@ _OWN_WORDS = {
     "launch/folder.py": "the launch's own folder",
     "launch/exit_record.py": "the launch's own folder",
     "checkpoint/background.py": "words of this run's ranks",
-    "distributed/turns.py": "words of this run's ranks",
+    "distributed/turns.py": "words of ranks",
     "distributed/watchdog.py": "words of this run's ranks",
     "launch/meeting.py": "words of this job's nodes",
     "train/evaluate.py": "words of this run's ranks",

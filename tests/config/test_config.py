@@ -183,7 +183,7 @@ SLIPS = {
     "data.global_batch_size": "data.global_batch_size",
     "data.microbatch": "data.micro_batch_size",
     "data.num_workers": "data.workers",
-    "data.shuffle": "",
+    "data.shufle": "data.shuffle",
     "data.lr": "optim.lr",
     "lr": "optim.lr",
     "lrr": "optim.lr",

@@ -237,7 +237,7 @@ def test_ranks_that_never_register_are_killed_after_the_grace(run: Launcher) -> 
 
 def test_bad_input_in_every_rank_is_one_line(run: Launcher) -> None:
     run.start("bad", max_restarts=1)
-    assert run.end() == (2, "trainer: lr: -1 is negative; make it positive\n")
+    assert run.end() == (2, "trainer: error: lr: -1 is negative; make it positive\n")
     assert run.starts() == 1
 
 
@@ -341,7 +341,7 @@ def test_plain_torchrun_works_too(tmp_path: Path) -> None:
     ("what", "code", "text"),
     [
         ("done", 0, ""),
-        ("bad", 2, "trainer: lr: -1 is negative; make it positive\n"),
+        ("bad", 2, "trainer: error: lr: -1 is negative; make it positive\n"),
         ("requeue", 75, ""),
         ("hang", 76, "trainer: rank 0 of 1: no step for 600 s\n"),
         ("hang-in-exit", 0, ""),  # all is done, and it is killed after the grace
@@ -398,7 +398,7 @@ def test_what_a_rank_leaves_behind_is_ended(run: Launcher) -> None:
     ("what", "code", "text"),
     [
         ("requeue", 75, ""),
-        ("bad", 2, "trainer: lr: -1 is negative; make it positive\n"),
+        ("bad", 2, "trainer: error: lr: -1 is negative; make it positive\n"),
         ("raise", 1, "ValueError: rank 0 is broken\n"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_stop_that_was_asked_for_is_one_line() -> None:
 
 def test_what_needs_no_explanation_gets_none() -> None:
     assert exit_message([DONE, REQUEUE], 2) == ""
-    assert exit_message([BAD, RAISED, KILLED], 6) == "trainer: no such recipe\n"
+    assert exit_message([BAD, RAISED, KILLED], 6) == "trainer: error: no such recipe\n"
 
 
 def test_a_failure_of_torchrun_is_told() -> None:

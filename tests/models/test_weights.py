@@ -82,7 +82,7 @@ def test_every_difference_is_named_before_any_rank_starts(tmp_path: Path) -> Non
     assert "1 missing (stem.weight)" in message
     assert "1 unexpected (decoder.weight)" in message
     assert "2 of another shape (head.weight [7, 16] for [10, 16]" in message
-    assert """--set 'model.reinit=["decoder", "head", "stem"]'""" in message
+    assert """'model.reinit=["decoder", "head", "stem"]'""" in message
 
 
 def test_what_the_message_says_is_what_helps(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ class Manifest(BaseModel):
         weights: Hashes of the final weights by file name.
         anomalies: Number of anomalies.
         out_of_patience: Evaluations in a row without improvement, where early stopping ended it; else 0.
+        finished_by_hook: True if a hook ended the run by `Finish`: a replay calls none.
         status: Status; "running" also if it was killed.
         model: Table of the model's parts.
         reason: Reason of an early end.
@@ -210,6 +211,7 @@ class Manifest(BaseModel):
     weights: dict[str, str]
     anomalies: int = 0
     out_of_patience: int = Field(0, ge=0)
+    finished_by_hook: bool = False
     status: Literal["running", "stopped", "failed", "finished", "diverged"]
     model: dict[str, Any] | None = None
     reason: str | None = None
@@ -236,12 +238,6 @@ class Manifest(BaseModel):
     def last_step(self) -> int:
         """Step at which the run ended, if it has final weights; else the planned one."""
         return self.steps_done if self.weights and self.steps_done else self.planned_steps
-
-    @property
-    def finished_by_hook(self) -> bool:
-        """True if a hook ended the run by `Finish`: a replay calls none, so it doesn't know where."""
-        early = self.steps_done is not None and self.steps_done < self.planned_steps
-        return self.status == "finished" and early and not self.out_of_patience
 
     def foreign(self, state: Mapping[str, Any]) -> str | None:
         """Returns the reason why a checkpoint with this state isn't one of this run, or None."""

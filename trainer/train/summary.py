@@ -87,6 +87,7 @@ def finish(
             summary=finite(summary),
             steps_done=run.state.step,
             out_of_patience=run.state.no_better if out_of_patience(run) else 0,
+            finished_by_hook=run.state.step < run.steps and not out_of_patience(run),
             status="diverged" if diverged else "finished",
         )
     except OSError as error:
