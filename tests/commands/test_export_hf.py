@@ -22,7 +22,6 @@ from trainer.commands.export import check, hf, reload
 from trainer.commands.verify.recorded import read_recorded
 from trainer.commands.verify.replay import replay_config
 from trainer.data.formats.chat import open_tokenizer
-from trainer.errors import BadInputError
 from trainer.models.hf import hf_model
 
 pytestmark = NEEDS

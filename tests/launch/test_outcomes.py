@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.refusals import named
 from trainer.launch.exit_record import (
     TORCHRUN,
     ExitRecord,
@@ -95,7 +96,7 @@ def test_a_stop_that_was_asked_for_is_one_line() -> None:
 
 def test_what_needs_no_explanation_gets_none() -> None:
     assert exit_message([DONE, REQUEUE], 2) == ""
-    assert exit_message([BAD, RAISED, KILLED], 6) == "trainer: error: no such recipe\n"
+    assert named(exit_message([BAD, RAISED, KILLED], 6), BAD.line)
 
 
 def test_a_failure_of_torchrun_is_told() -> None:

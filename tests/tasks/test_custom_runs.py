@@ -428,3 +428,36 @@ def test_the_walk_through(here: Path) -> None:
     (here / "walk.py").write_text("\n".join(blocks))
     done = preloaded.run([sys.executable, "walk.py"], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
+
+
+COUNTED = """
+import itertools
+
+{task}
+_numbers = itertools.count()
+
+
+class Counted({base}):
+    def __init__(self):
+        self.number = next(_numbers)
+
+    def loss(self, model, batch):
+        with open(__file__ + ".numbers", "a") as file:
+            print(self.number, file=file)
+        return super().loss(model, batch)
+
+
+del {base}
+"""
+
+
+def test_a_trial_leaves_nothing_in_the_task_that_is_trained(here: Path) -> None:
+    main(["new", "mine.py"])
+    task = (here / "mine.py").read_text()
+    base = re.findall(r"^class (\w+)", task, re.MULTILINE)[-1]
+    (here / "counted.py").write_text(COUNTED.format(task=task, base=base))
+    words = ["train", "counted.py", "max_steps=2", "parallel.threads=1", "data.workers=0", "--out", "run"]
+    done = preloaded.run([sys.executable, "-m", "trainer", *words])
+    assert done.returncode == 0, done.stderr
+    tried, *_, trained = (here / "counted.py.numbers").read_text().split()
+    assert (tried, trained) == ("0", "1")

@@ -1,17 +1,21 @@
 """Promise: whoever starts a run decides by one function, and each check runs where the list says."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.manifests import least_manifest
+from tests.helpers.refusals import refused
 from tests.helpers.toys import make_recipe
 from trainer.config.section import config_hash
 from trainer.errors import BadInputError
+from trainer.runs.folder import lock
 from trainer.runs.manifest import BegunFrom, Manifest, update_manifest
 from trainer.train.components.task import data_of, make_plan, make_task
-from trainer.train.start import checks as start_checks
+from trainer.train.request import Request
+from trainer.train.start import checks as start_checks, prepare as preparing
 from trainer.train.start.checks import Start, check_start
 from trainer.train.start.decision import Finished, From, New, Resume, decide
 
@@ -68,3 +72,26 @@ def test_each_check_runs_where_the_list_says(monkeypatch: pytest.MonkeyPatch, he
         ["_files"],
     )
     assert sorted(ran) == sorted(once * ("job" in here) + host * ("host" in here))
+
+
+def test_what_another_process_trained_meanwhile_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the folder and its lock."""
+
+    def late(folder: Path) -> int:
+        stored(folder, "finished")
+        return lock(folder)
+
+    monkeypatch.setattr(preparing, "lock", late)
+    with ExitStack() as stack:
+        prepared, _ = preparing.prepare(Request(RECIPE, "digits", tmp_path / "run"), 1, stack, TASK)
+    assert prepared.ended is not None and prepared.ended[1] == 0
+
+
+def test_gpus_that_pytorch_cannot_use_are_refused(tmp_path: Path) -> None:
+    """Else each would be a rank on the CPU."""
+    request = Request(RECIPE, "digits", tmp_path / "run", gpus=2)
+    with ExitStack() as stack, refused("2 device=cpu"):
+        preparing.prepare(request, 2, stack, TASK)
+    assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ from trainer.errors import BadInputError
 from trainer.host.nvml import Nvml
 
 NO_GPU = "device=cuda but no usable GPU was found: use device=cpu, or check nvidia-smi and the driver"
-_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of Linux, of WSL
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of Linux, of WSL
 _COUNT = "import torch; print(torch.cuda.device_count())"
 
 
@@ -48,7 +48,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
     Where a driver is there whose NVML doesn't answer (WSL, Tegra), a process imports PyTorch and counts them.
     """
-    if torch_build().cuda is None or not any(map(Path.exists, _DRIVERS)):
+    if torch_build().cuda is None or not any(map(Path.exists, DRIVERS)):
         return 0
     with Nvml(environ) as nvml:
         if nvml.problem is None:

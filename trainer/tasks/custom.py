@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
 from trainer.config.user_file import run_again, run_file
+from trainer.data.items import state_kept
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
@@ -49,7 +50,8 @@ class CustomTask(OwnMethods):
         Raises:
             BadInputError: Naming the method that is wrong, and the result that it should give.
         """
-        tried = try_task(self)
+        with state_kept():
+            tried = try_task(self)
         self.tried = {**tried, DRAWS: "numpy or random"} if self.draws_on_host else tried
 
     def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:

@@ -1,0 +1,69 @@
+"""Promise: the launcher knows PyTorch's build and the GPUs that it can use, and doesn't import it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.host import torch_build as module
+from trainer.host.torch_build import TorchBuild, count_gpus, torch_build
+
+
+def nvml(gpus: int | None) -> Any:
+    """A driver's library with so many GPUs; None: it doesn't answer."""
+
+    class Library:
+        problem = None if gpus is not None else "no answer"
+
+        def __init__(self, _: Any) -> None:
+            self.gpus = [0] * (gpus or 0)
+
+        def __enter__(self) -> "Library":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    return Library
+
+
+def test_it_is_what_pytorch_says() -> None:
+    assert torch_build() == (str(torch.__version__), torch.version.cuda)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "gpus", "counted", "found"),
+    [
+        ("12.8", True, 2, "", 2),
+        (None, True, 2, "", 0),  # a build without CUDA on a host with GPUs
+        ("12.8", False, 2, "", 0),
+        ("12.8", True, None, "3\n", 3),  # as on WSL: a process imports PyTorch and counts
+        ("12.8", True, None, "a traceback", 0),
+    ],
+)
+def test_gpus_are_counted(
+    cuda: str | None,
+    driver: bool,
+    gpus: int | None,
+    counted: str,
+    found: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "torch_build", lambda: TorchBuild("2.9.1", cuda))
+    monkeypatch.setattr(module, "DRIVERS", (tmp_path if driver else tmp_path / "none",))
+    monkeypatch.setattr(module, "Nvml", nvml(gpus))
+    monkeypatch.setattr(
+        module, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=counted))
+    )
+    assert count_gpus({}) == found
+
+
+@pytest.mark.slow  # a Python of its own, without what this one has imported
+def test_nothing_of_the_launcher_imports_it() -> None:
+    code = "import sys, trainer.train.start.job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
