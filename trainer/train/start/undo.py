@@ -134,7 +134,8 @@ def _nothing_around() -> Iterator[None]:
         entered.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
-                entered.enter_context(torch.autocast(kind, enabled=False))
+                # Autocast within another one would keep casts of weights that were updated since.
+                entered.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         with suppress(AttributeError):  # after set_default_device(None), torch's way back to the CPU
             if torch.get_default_device().type != "cpu":  # else not: a device context slows each call of torch
                 entered.enter_context(torch.device("cpu"))
