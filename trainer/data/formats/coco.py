@@ -19,7 +19,7 @@ from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
-from trainer.data.formats.files import IMAGES, Files, Listed, not_listed, unlisted
+from trainer.data.formats.files import IMAGES, Files, Listed, beside
 from trainer.data.formats.labels import folded, quoted
 from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
@@ -117,7 +117,7 @@ class CocoPictures:
         self.boxes = len(instances["annotations"])
         ignored = Counter(name for n, (name, *_) in images.items() for box in boxes[n] if box[5] == _IGNORE)
         self._ignored = ""
-        named = [os.fsencode(name) for name, *_ in images.values()]
+        named = [name for name, *_ in images.values()]
         if training is None:
             training = part == "train"
         if training:
@@ -140,7 +140,7 @@ class CocoPictures:
                 n: [(*box[:5], int(box[5] == _CROWD), box[6]) for box in each] for n, each in boxes.items()
             }
         left_out += _unread_keys(file, instances)
-        left_out += not_listed(f"image{{s}} that {file.name} doesn't name", unlisted(folder, named, IMAGES))
+        left_out += beside(f"image{{s}} that {file.name} doesn't name", folder, named, IMAGES, deep=True)
         self.left_out = tally(left_out)
         if not images:
             raise BadInputError(f"{file}: holds no images{' with boxes' if training else ''}")

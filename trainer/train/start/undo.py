@@ -28,9 +28,9 @@ def _attribute(place: str) -> Switch:
 
 
 def _variable(name: str) -> Switch:
-    return lambda: os.environ.get(name), lambda value: (
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-    )
+    return lambda: os.environ.get(
+        name
+    ), lambda value: os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _gpu() -> int:
@@ -137,6 +137,6 @@ def _nothing_around() -> Iterator[None]:
                 # Autocast within another one would keep casts of weights that were updated since.
                 entered.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         with suppress(AttributeError):  # after set_default_device(None), torch's way back to the CPU
-            if torch.get_default_device().type != "cpu":  # else not: a device context slows each call of torch
+            if torch.get_default_device().type != "cpu":  # else not: it slows each call of torch
                 entered.enter_context(torch.device("cpu"))
         yield
