@@ -380,13 +380,6 @@ def test_what_training_on_coco_leaves_out(
     assert (told_of(found), found.classes) == (line, ("cat",))
 
 
-def test_a_list_that_is_there_twice(tmp_path: Path) -> None:
-    file = coco(tmp_path) / "annotations" / "instances_train.json"
-    file.write_text(file.read_text()[:-1] + ', "annotations": []}')
-    with pytest.raises(BadInputError, match=r"not readable JSON .'annotations' is there twice"):
-        CocoPictures(tmp_path, "train", "skip")
-
-
 LLM_C = np.array([20240520, 1, 5000, *[0] * 253], "<i4").tobytes()
 
 
