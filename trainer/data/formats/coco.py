@@ -41,34 +41,21 @@ _FRACTION = 1.001  # width and height of the largest box if all are fractions of
 _IGNORED = "box{es} with ignore=1"
 
 # Keys that are read, and notes: what they say changes nothing about a box.
-_KNOWN = {
-    "annotation": {
-        *("id", "image_id", "category_id", "bbox", "iscrowd", "ignore", "area", "segmentation"),
-        *("keypoints", "num_keypoints", "caption", "score"),
-        # Notes of COCO Annotator, pycococreator, trackers and others.
-        *("width", "height", "color", "isbbox", "metadata", "creator", "events", "milliseconds"),
-        *("uuid", "uid", "track_id", "instance_id", "date_captured"),
-    },
-    "image": {
-        *("id", "file_name", "width", "height", "license", "date_captured", "flickr_url", "coco_url"),
-        # Roboflow's note is the name before the export; the others are COCO Annotator's and of videos.
-        *(
-            "extra",
-            "url",
-            "path",
-            "dataset_id",
-            "category_ids",
-            "num_annotations",
-            "metadata",
-            "milliseconds",
-        ),
-        *("regenerate_thumbnail", "annotated", "annotating", "events", "video_id", "frame_id"),
-    },
-    "category": {
-        *("id", "name", "supercategory", "keypoints", "skeleton", "keypoint_colors", "color", "metadata"),
-        *("creator", "isthing", "synset", "synonyms", "def", "frequency", "image_count", "instance_count"),
-    },
-    "top-level": {"info", "licenses", "images", "annotations", "categories", "type"},
+_KNOWN: Mapping[str, set[str]] = {
+    kind: set(keys.split())
+    for kind, keys in {
+        # Notes of COCO Annotator, pycococreator, trackers and others follow the format's own keys.
+        "annotation": "id image_id category_id bbox iscrowd ignore area segmentation keypoints num_keypoints "
+        "caption score width height color isbbox metadata creator events milliseconds uuid uid track_id "
+        "instance_id date_captured",
+        # Roboflow's `extra` is the name before the export; what follows is COCO Annotator's and of videos.
+        "image": "id file_name width height license date_captured flickr_url coco_url extra url path "
+        "dataset_id category_ids num_annotations metadata milliseconds regenerate_thumbnail annotated "
+        "annotating events video_id frame_id",
+        "category": "id name supercategory keypoints skeleton keypoint_colors color metadata creator isthing "
+        "synset synonyms def frequency image_count instance_count",
+        "top-level": "info licenses images annotations categories type",
+    }.items()
 }
 _KEYS = 5  # unknown keys that are named; further ones are counted together
 _CROWD, _IGNORE = 1, 2
