@@ -100,13 +100,14 @@ def test_one_that_is_run_again_takes_no_names_away(tmp_path: Path) -> None:
 
 def test_a_hook_of_another_folder(tmp_path: Path) -> None:
     """It has its own modules, and so has the task; where both have one of a name, it is refused."""
-    lazy = "def late():\n    import {0}\n    return {0}.NAME"
-    task = run_file(
-        write(tmp_path / "a", task=lazy.format("mine"), mine="NAME = 'a'", own="NAME = 'a'"), alone=True
-    )
-    write(tmp_path / "b", hook=lazy.format("own"), mine="NAME = 'b'", own="NAME = 'b'", task="")
-    assert run_file(tmp_path / "b" / "hook.py").late() == "b"
-    assert task.late() == "a"
+    lazy = "def late():\n    import lay.{0}, {0}\n    return lay.{0}.NAME + {0}.NAME"
+    for name, text in (("a", f"import lay.own\n{lazy.format('mine')}"), ("b", "")):
+        one = f"NAME = {name!r}"
+        write(tmp_path / name, task=text, mine=one, own=one, mine_in_lay=one, own_in_lay=one)
+    task = run_file(tmp_path / "a" / "task.py", alone=True)
+    write(tmp_path / "b", hook=lazy.format("own").replace("lay.own", "own"))
+    assert run_file(tmp_path / "b" / "hook.py").late() == "bb"
+    assert task.late() == "aa"
     write(tmp_path / "c", another="import mine", third="from mine import NAME", mine="NAME = 'c'")
     with refused("mine", tmp_path / "a", tmp_path / "c"):
         run_file(tmp_path / "c" / "another.py")

@@ -2,6 +2,7 @@
 short is found for every cut, and one of another sample rate, or that the disk can't read, isn't corrupt.
 """
 
+import io
 import os
 import re
 import shutil
@@ -16,8 +17,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.batches import CPU, read_all, source
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refused
 from trainer.config.data import LoaderConfig, OnCorrupt
+from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Bad
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
 from trainer.data.formats.files import in_folder
@@ -183,6 +185,28 @@ def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
     assert len(set(told)) == 6
 
 
+def pieces(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
+    body = b"".join(
+        struct.pack("<4sI", name, len(data)) + data + bytes(len(data) % 2) for name, data in chunks
+    )
+    return struct.pack("<4sI4s", b"RIFF", len(body) + 4 if size is None else size, b"WAVE") + body
+
+
+FORMAT = (b"fmt ", struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16))
+SOUND = ramp(100).tobytes()
+
+
+def encoded(form: str, **how: Any) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, NOISE, RATE, format=form, **how)
+    return buffer.getvalue()
+
+
+NOISE = np.random.default_rng(0).integers(-9999, 9999, 9000).astype(np.int16)
+FLAC, WAV = encoded("FLAC"), encoded("WAV")
+RIFX, RF64 = encoded("WAV", endian="BIG"), encoded("RF64")
+
+
 # Files that aren't what they should be.
 
 
@@ -204,6 +228,13 @@ def endless(path: Path) -> None:
     content[21] &= 0xF0
     content[22:26] = bytes(4)
     path.write_bytes(content)
+
+
+def one_float(value: float) -> Callable[[Path], object]:
+    """Writes floats of which one, in one channel, has a value."""
+    sound = np.zeros((3000, 2), np.float32)
+    sound[2000, 1] = value
+    return lambda path: write(path, sound, subtype="FLOAT")
 
 
 def flipped(path: Path) -> None:
@@ -235,8 +266,17 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ),
     ("wav", mp3, "is neither wav nor flac, but MP3"),
     ("wav", lambda path: write(path, ramp(0)), "holds no samples"),
-    ("wav", lambda path: write(path, np.full(20_000, np.nan), subtype="FLOAT"), "isn't a number"),
     ("wav", lambda path: write(path, np.full(20_000, np.inf), subtype="DOUBLE"), "isn't a number"),
+    ("wav", one_float(np.nan), "isn't a number"),
+    ("wav", one_float(-np.inf), "isn't a number"),
+    ("wav", one_float(30_000.0), "full scale is 1.0"),
+    ("wav", lambda path: write(path, ramp(9000), subtype="GSM610"), "ffmpeg"),
+    ("wav", lambda path: write(path, ramp(9000), subtype="NMS_ADPCM_32"), "ffmpeg"),
+    *(
+        ("wav", lambda path, part=content[:-missing]: path.write_bytes(part), "is cut short")
+        for content in (RIFX, RF64, pieces(FORMAT, (b"data", SOUND)))
+        for missing in (1, len(content) // 3)  # libsndfile takes it for a shorter one
+    ),
     ("wav", lambda path: other_thing(path, os.mkfifo), "isn't a file"),
     ("wav", lambda path: other_thing(path, os.mkdir), "isn't a file"),
 ]
@@ -319,17 +359,6 @@ def test_a_disk_that_fails_is_not_corruption(tmp_path: Path, monkeypatch: pytest
         Read(data)
 
 
-def pieces(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
-    body = b"".join(
-        struct.pack("<4sI", name, len(data)) + data + bytes(len(data) % 2) for name, data in chunks
-    )
-    return struct.pack("<4sI4s", b"RIFF", len(body) + 4 if size is None else size, b"WAVE") + body
-
-
-FORMAT = (b"fmt ", struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16))
-SOUND = ramp(100).tobytes()
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -380,21 +409,6 @@ def test_a_tag_before_flac_is_skipped(tmp_path: Path, tag: int) -> None:
         assert any(one[0]) and one == other
 
 
-@pytest.mark.parametrize(
-    ("sound", "how", "why"),
-    [
-        (ramp(9000).astype(np.float32), {"subtype": "FLOAT"}, "full scale is 1.0"),
-        (ramp(9000), {"subtype": "GSM610"}, "convert it (ffmpeg"),
-        (ramp(9000), {"subtype": "NMS_ADPCM_32"}, "convert it (ffmpeg"),
-    ],
-)
-def test_what_cannot_be_meant_says_how_to_mend_it(tmp_path: Path, sound: Any, how: Any, why: str) -> None:
-    write(tmp_path / "a" / "0.wav", sound, **how)
-    with pytest.raises(BadInputError) as raised:
-        Read(folder(tmp_path, 0.25))
-    assert why in str(raised.value) and "\n" not in str(raised.value)
-
-
 def test_another_sample_rate_is_found_by_the_headers_before_a_run(tmp_path: Path) -> None:
     for number in range(4):
         write(tmp_path / "a" / f"{number}.wav", ramp(9000))
@@ -411,6 +425,25 @@ def test_another_sample_rate_is_found_by_the_headers_before_a_run(tmp_path: Path
     assert folder(tmp_path, 0.25).remarks(everything=True) == ""
 
 
-def test_floats_just_above_full_scale_are_clipped(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "0.wav", np.full(9000, 1.2, np.float32), subtype="FLOAT")
+def test_floats_that_are_clipped_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "a" / "0.wav", np.linspace(-1, 1, 500, dtype=np.float32), subtype="FLOAT")
+    assert folder(tmp_path).remarks(False) == ""
+    write(file, np.full(9000, 1.2), subtype="DOUBLE")
     assert set(Read(folder(tmp_path, 0.25))[0]) == {32767}
+    for everything in (False, True):
+        assert named(folder(tmp_path).remarks(everything), "1 1 1.0 1.2", file)
+    check_data("fast", False, [CheckedData("training", folder(tmp_path), 0)])
+    assert named(capsys.readouterr().err, "training 1 1.2")
+
+
+@pytest.mark.parametrize("content", [FLAC, WAV, RIFX, RF64], ids=["FLAC", "WAV", "RIFX", "RF64"])
+@pytest.mark.parametrize("rest", [b"rubbish", FLAC, WAV], ids=["rubbish", "FLAC", "WAV"])
+def test_what_lies_behind_the_end_is_not_heard(tmp_path: Path, content: bytes, rest: bytes) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.wav").write_bytes(content)
+    alone = Read(folder(tmp_path))
+    (tmp_path / "a" / "x.wav").write_bytes(content + rest)
+    try:
+        assert Read(folder(tmp_path)) == alone
+    except BadInputError as error:  # libsndfile's word
+        assert named(str(error), "x.wav")

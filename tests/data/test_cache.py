@@ -186,13 +186,6 @@ def test_what_others_put_into_the_folder_stays(web: Web, tmp_path: Path) -> None
     assert others[0].read_bytes() == bytes(5 * SIZE)
 
 
-def test_no_limit_means_all(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, None)
-    for name in NAMES:
-        read(place, name)
-    assert kept(tmp_path) == set(NAMES)
-
-
 def test_a_shard_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"cache_limit=49999B: .*/one alone has 50000B; raise it"):
         Cached(f"{web.url}/data", tmp_path, SIZE - 1).open(shard("one"))
@@ -249,13 +242,6 @@ def test_many_processes_keep_the_limit_together(web: Web, tmp_path: Path) -> Non
     assert (codes, watching.exitcode) == ([0, 0, 0], 0)
 
 
-def test_a_file_of_another_size_is_fetched_again(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, None)
-    read(place, "one")
-    os.truncate(place_of(tmp_path, "one"), 7)
-    assert read(place, "one") == content("one")
-
-
 @pytest.mark.parametrize(("number", "message"), [(28, "the disk is full .* free some"), (5, "can't be used")])
 def test_a_disk_that_fails_is_told(
     web: Web, tmp_path: Path, number: int, message: str, monkeypatch: pytest.MonkeyPatch
@@ -303,16 +289,6 @@ def test_an_index_is_fetched_once_for_each_of_its_versions(web: Web, tmp_path: P
         path.unlink()
     with pytest.raises(BadInputError, match="isn't what its index says"):  # it is there no more
         again.read(0)
-
-
-@pytest.mark.usefixtures("pack")
-def test_a_damaged_copy_of_an_index_is_fetched_again(web: Web, tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    expected = open_cached(f"{web.url}/pack", folder, None).fingerprint()
-    (columns,) = folder.glob(f"*/{COLUMNS}")
-    columns.write_bytes(columns.read_bytes()[:-1] + b"!")
-    assert open_cached(f"{web.url}/pack", folder, None).fingerprint() == expected
-    assert web.app.asked[f"/pack/{COLUMNS}"] == 2
 
 
 @pytest.mark.usefixtures("pack")

@@ -40,25 +40,6 @@ def test_odd_names(tmp_path: Path) -> None:
     assert [packed.file_name(n) for n in range(5)] == [records.file_name(n) for n in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("path,klass\na.jpg,1\n", "no column 'label'"),
-        ("path,label\n", "holds no rows"),
-        ("path,label\na.jpg,\n", "line 2: path or label is empty"),
-        ("", "no column 'path'"),
-        ('path,label\n"a.jpg,1\n', "line"),
-        ('"a"b,label\n', "no column 'path'"),
-        ('"path";"label"\n"a.jpg";"cat"\n', "cells are separated by ';'; save it with commas"),
-        ("path,label\na\0.jpg,1\n", "line 2: a path can't hold a zero byte|line contains NUL"),
-    ],
-)
-def test_a_table_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text(text)
-    with pytest.raises(BadInputError, match=message):
-        in_table(tmp_path / "train.csv")
-
-
 def checked(records: Records, how: Any = "fast", on_corrupt: Any = "fail", budget: int = 0) -> None:
     dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt=on_corrupt)
     check_data(how, False, [CheckedData("training", dataset, budget)])

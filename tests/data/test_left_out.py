@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -23,7 +22,6 @@ from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.sharded import in_shards
 from trainer.data.formats.tables import in_table
 from trainer.data.formats.tar_shards import index_shards
-from trainer.data.formats.tokens import TokenDataset
 from trainer.data.left_out import left_out_line, one, tally
 from trainer.data.sources import load_images
 from trainer.errors import BadInputError
@@ -378,50 +376,6 @@ def test_what_training_on_coco_leaves_out(
 ) -> None:
     found = CocoPictures(coco(tmp_path, change), "train", "fail")
     assert (told_of(found), found.classes) == (line, ("cat",))
-
-
-def test_a_list_that_is_there_twice(tmp_path: Path) -> None:
-    file = coco(tmp_path) / "annotations" / "instances_train.json"
-    file.write_text(file.read_text()[:-1] + ', "annotations": []}')
-    with pytest.raises(BadInputError, match=r"not readable JSON .'annotations' is there twice"):
-        CocoPictures(tmp_path, "train", "skip")
-
-
-LLM_C = np.array([20240520, 1, 5000, *[0] * 253], "<i4").tobytes()
-
-
-def saved(array: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
-
-
-TOKENS = np.arange(50_000, dtype=np.uint16).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (TOKENS, ""),
-        (bytes(60_000) + TOKENS, ""),
-        (TOKENS + bytes(2000), ""),
-        (saved(np.arange(500, dtype=np.uint16)), "is a NumPy array"),
-        (LLM_C + TOKENS[:10_000], "is a token file of llm.c with a header of 1,024 bytes"),
-        ("To be, or not to be. Da, äh, ist die Frage.\n".encode() * 100, "is text, no tokens"),
-        (b"\x1f\x8b\x08\0" + TOKENS, "is gzip"),
-        (b"PK\3\4" + TOKENS, "is a zip archive"),
-        (TOKENS + bytes(70_000), "its last 65,536 bytes are zeros"),
-        (TOKENS + b"\0", "no whole number of uint16 tokens"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_what_would_be_taken_for_tokens(data: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "t.bin").write_bytes(data)
-    if not message:
-        assert len(TokenDataset(tmp_path / "t.bin", 8, "uint16")) == (len(data) // 2 - 1) // 8
-        return
-    with pytest.raises(BadInputError, match=message):
-        TokenDataset(tmp_path / "t.bin", 8, "uint16")
 
 
 def only_crowds(told: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 is one line.
 """
 
+import io
 import json
 import os
 import pickle
@@ -181,6 +182,16 @@ def facts(**change: Any) -> bytes:
 
 
 FIFTY = np.arange(50, dtype=np.uint16).tobytes()
+MANY = np.arange(50_000, dtype=np.uint16).tobytes()
+LLM_C = np.array([20240520, 1, 5000, *[0] * 253], "<i4").tobytes()
+NUMPY = io.BytesIO()
+np.save(NUMPY, np.arange(500, dtype=np.uint16))
+
+
+@pytest.mark.parametrize("content", [MANY, bytes(60_000) + MANY, MANY + bytes(2000)])
+def test_tokens_are_taken_for_tokens(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.bin").write_bytes(content)
+    assert len(TokenDataset(tmp_path / "t.bin", 8, "uint16")) == (len(content) // 2 - 1) // 8
 
 
 @pytest.mark.parametrize(
@@ -190,6 +201,12 @@ FIFTY = np.arange(50, dtype=np.uint16).tobytes()
         (b"123", None, "uint16", "3 bytes are no whole number of uint16 tokens"),
         (b"123456", None, "uint32", "6 bytes are no whole number of uint32 tokens"),
         (FIFTY[:16], None, "uint16", "8 tokens are too few for a sample of 8"),
+        (NUMPY.getvalue(), None, "uint16", "NumPy"),
+        (LLM_C + MANY[:10_000], None, "uint16", "llm.c .*1,024"),
+        ("To be, or not to be. Da, äh, ist die Frage.\n".encode() * 100, None, "uint16", "text"),
+        (b"\x1f\x8b\x08\0" + MANY, None, "uint16", "gzip"),
+        (b"PK\3\4" + MANY, None, "uint16", "zip"),
+        (MANY + bytes(70_000), None, "uint16", "65,536"),
         (FIFTY, None, None, "uint16 or uint32.* no train.bin.json .*trainer data tokenize"),
         (FIFTY, facts(), "uint32", "train.bin.json says uint16, not uint32"),
         (FIFTY[:-2], facts(), None, "98 bytes, but train.bin.json says 50 tokens of uint16"),

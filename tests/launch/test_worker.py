@@ -53,28 +53,6 @@ def end(how: str) -> int:
     return EXIT_REQUEUE
 
 
-def test_a_fork_that_becomes_a_rank_ends_nothing_of_the_process_before(tmp_path: Path) -> None:
-    """gloo's threads of a group that was held before the fork aren't there: to end it would crash."""
-    ended: list[str] = []
-
-    class Held:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __del__(self) -> None:
-            ended.append(self.name)
-
-    def check() -> None:
-        with Worker(tmp_path):
-            worker.hold(Held("the fork's"))
-        assert ended == ["the fork's"]
-
-    launched(tmp_path)
-    worker.hold(Held("ours"))
-    in_a_fork(check)
-    worker._held.pop()
-
-
 def test_a_ranks_fork_is_no_rank(tmp_path: Path) -> None:
     """A loader's worker, say: SIGTERM ends it, and it has no flag."""
 

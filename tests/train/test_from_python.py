@@ -337,13 +337,14 @@ def test_after_torchs_way_back_to_its_default_device(before: str | None) -> None
 
 
 def test_what_surrounds_the_call_changes_nothing(here: Path) -> None:
-    wanted = quick().metrics
+    mixed = {"precision.mode": "bf16"}
+    wanted = quick(**mixed).metrics
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        assert quick(out="around").metrics == wanted
+        assert quick(out="around", **mixed).metrics == wanted
         assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
         assert torch.zeros(()).is_meta
     with torch.no_grad():
-        assert quick(out="off").metrics == wanted
+        assert quick(out="off", **mixed).metrics == wanted
         assert not torch.is_grad_enabled()
     assert {path.name for path in here.iterdir()} >= {"run", "around", "off"}
 

@@ -10,7 +10,7 @@ of the same size and time.
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import sha256
@@ -18,7 +18,7 @@ from importlib import import_module, invalidate_caches, machinery
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from trainer.config.task_file import modules_beside, modules_of, source_bytes
 from trainer.errors import BadInputError
@@ -73,10 +73,11 @@ def run_file(path: Path, alone: bool = False) -> ModuleType:
     for other in [one for one in _open if alone and one != folder]:
         _close(other)
     opened = _opened(folder, sources, {name, *_tops(beside)}, fresh=True)
-    entries, module = list(sys.path), _module(name, path)
+    entries, loader = list(sys.path), _Source(name, str(path))
+    module = module_from_spec(cast(machinery.ModuleSpec, spec_from_file_location(name, path, loader=loader)))
     sys.modules[name] = opened.files[name] = module
     try:
-        _Source(name, str(path)).exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         _close(folder)
         raise
@@ -182,7 +183,7 @@ def _opened(folder: str, sources: Mapping[str, bytes], names: set[str], fresh: b
     if sys.path[:1] != [folder] and not opened.entries:
         sys.path.insert(0, folder)
         opened.entries.append(folder)
-    _forget(folder)
+    invalidate_caches()
     return opened
 
 
@@ -198,20 +199,7 @@ def _close(folder: str) -> None:
         if ours and any(_within(_file(module), os.path.abspath(one)) for one in (folder, *opened.entries)):
             del sys.modules[name]
     sys.modules.update(opened.aside)
-    _forget(folder)
-
-
-def _forget(folder: str) -> None:
-    """Lets the next import look for the finder of a folder, and for its files, again."""
-    for entry in [one for one in sys.path_importer_cache if _within(one, folder)]:
-        del sys.path_importer_cache[entry]
     invalidate_caches()
-
-
-def _module(name: str, path: Path) -> ModuleType:
-    spec = spec_from_file_location(name, path, loader=_Source(name, str(path)))
-    assert spec is not None
-    return module_from_spec(spec)
 
 
 def _is_taken(name: str, folder: str) -> bool:
@@ -249,25 +237,24 @@ class _Source(machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
 
-class _Finder(machinery.FileFinder):
-    """Finder in an open folder, but for names that it mustn't give."""
+class _Finder:
+    """Finder of what open folders were opened for; what else lies there comes after all of `sys.path`."""
 
-    def find_spec(self, fullname: str, target: ModuleType | None = None) -> machinery.ModuleSpec | None:
-        others = [one for one in _open if not _within(self.path, one) and fullname in _open[one].names]
-        if "." not in fullname and (others or _is_taken(fullname, self.path)):
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, _: ModuleType | None = None
+    ) -> machinery.ModuleSpec | None:
+        folder = next((one for one in _open if _top(name) in _open[one].names), "")
+        if path is not None and not folder:
             return None
-        return super().find_spec(fullname, target)
+        where = [folder] if folder else sorted(sys.path, key=_open.__contains__)
+        if (spec := machinery.PathFinder.find_spec(name, where if path is None else path)) is None:
+            return None
+        if type(spec.loader) is machinery.SourceFileLoader and folder:
+            spec.loader = _Source(name, spec.loader.path)
+        if spec.loader is None:  # else it would be looked for in all of `sys.path` later
+            spec.submodule_search_locations = [*(spec.submodule_search_locations or ())]
+        return spec
 
 
-def _finder(entry: str) -> _Finder:
-    if is_installed(entry) or not any(_within(entry, folder) for folder in _open):
-        raise ImportError(entry)
-    return _Finder(
-        entry,
-        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
-        (_Source, machinery.SOURCE_SUFFIXES),
-        (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
-    )
-
-
-sys.path_hooks.insert(0, _finder)
+sys.meta_path.insert(sys.meta_path.index(machinery.PathFinder), _Finder)

@@ -11,7 +11,7 @@ from trainer.config.data import DataConfig
 from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
-from trainer.data.formats.files import Files, in_folder, not_listed, readable, unlisted
+from trainer.data.formats.files import Files, beside, in_folder, not_listed, readable
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import LABEL
 from trainer.data.formats.signatures import what_it_is
@@ -126,7 +126,7 @@ def split_by_lists(root: Path, part: str) -> tuple[Files, Files]:
     files.left_out = (
         *files.left_out,
         *not_listed(f"recording{{s}} of {unused}", [files.file_name(sample) for sample in others]),
-        *not_listed(f"recording{{s}} in {_NOISE}", unlisted(root / _NOISE, (), SUFFIXES)),
+        *beside(f"recording{{s}} in {_NOISE}", root / _NOISE, (), SUFFIXES, deep=True),
     )
     if not rest or not wanted:
         raise BadInputError(f"{root}: its lists leave nothing {'to measure on' if rest else 'to train on'}")

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import ctypes
 import errno
 import gc
 import io
@@ -27,9 +26,9 @@ from trainer.data.dataset import Dataset
 from trainer.errors import BadInputError
 from trainer.host.limits import Limits, read_limits, workers_per_rank
 from trainer.host.processes import queued_ns
+from trainer.launch.worker import die_with_parent
 from trainer.observe.text import megabytes
 
-_PR_SET_PDEATHSIG = 1
 Given = int | Literal["auto"]
 
 # A sample of tokens, audio or a small picture; an image (224 x 224 has 150 kB, 512 x 512 has 786 kB); video.
@@ -287,11 +286,8 @@ def begin_worker(parent: int | None, _worker: int) -> None:
     """
     if parent is None:
         threading.Thread(target=_end_with_trainer, daemon=True).start()
-    elif sys.platform == "linux":
-        # torch's workers check for their parent every five seconds, and not at all if it ended before.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    else:  # torch's workers check for their parent every five seconds, and not at all if it ended before
+        die_with_parent(parent)
     # Objects of the parent are never garbage; a collection would copy their pages.
     gc.freeze()
     # Ctrl-C and a scheduler's signal reach every process of the job (Slurm's scancel, systemd), but the rank

@@ -60,8 +60,6 @@ class LocalRanks(NamedTuple):
         threads: Intra-op threads of each (OMP_NUM_THREADS, MKL_NUM_THREADS).
         environment: Further environment variables; those set by the user stay.
         cpus: Their CPUs.
-        path: Module search path, taken before a user's task or hook adds its folder, in which another
-            `trainer` may lie. None: this process's search path at the start.
         gpus: Number of their GPUs; 0: they compute on CPUs.
     """
 
@@ -69,7 +67,6 @@ class LocalRanks(NamedTuple):
     threads: int
     environment: Mapping[str, str] = {}
     cpus: CpuShares = CpuShares()
-    path: tuple[str, ...] | None = None
     gpus: int = 0
 
     def variables(self) -> dict[str, str]:
@@ -210,7 +207,7 @@ class WorkerGroup:
             self._folder = Path(folder)
             several = self.meeting is not None
             try:
-                told = Launch(list(local.path or sys.path), os.getpid(), local.cpus, several, told_here())
+                told = Launch(sys.path, os.getpid(), local.cpus, several, told_here())
                 write_launch(self._folder, told)
                 write_request(self._folder, request, self.ranks)
                 if self.meeting is not None:

@@ -58,7 +58,6 @@ class Worker:
             `exit_record.record_of`.
         record: Its exit record; None before its end.
         launch: Settings of the launch; None without our launcher.
-        held: See `hold`.
         hang_file: See `dump_unless_called_within`; None without our launcher.
     """
 
@@ -68,7 +67,6 @@ class Worker:
         self.code: int | None = EXIT_DONE
         self.record: ExitRecord | None = None
         self.launch: Launch | None = None
-        self.held = list[object]()
         self._pid = os.getpid()
         self._folder = None if folder is None else Path(folder)
         self._flag = signals.StopFlag()
@@ -137,7 +135,6 @@ class Worker:
         with contextlib.ExitStack() as stack:
             stack.enter_context(signals.taken(self._note))
             stack.callback(signals.block)  # from then on nothing changes the exit code
-            stack.callback(self.held.clear)
             stack.callback(os.environ.pop, RANK_MARK, None)
             os.environ.update(mark_of_rank(os.environ))
             # The launcher starts ranks with the signals blocked, so that none kills them before this line.
@@ -276,11 +273,8 @@ def cpu_shares_of(launch: Launch | None) -> CpuShares:
 
 
 def hold(thing: object) -> None:
-    """Keeps an object until this rank, or its process, ends.
-
-    If a fork of this process becomes a rank, its end doesn't release the object: it belongs to the parent.
-    """
-    (_held if _current is None else _current.held).append(thing)
+    """Keeps an object until this process ends."""
+    _held.append(thing)
 
 
 def leave_now(

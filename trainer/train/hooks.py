@@ -7,6 +7,7 @@ wait. A hook that only reads changes no bit of the run: all randomness of the tr
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
@@ -206,7 +207,7 @@ def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
     Raises:
         BadInputError: If one can't be loaded, or isn't a function; or a tracker isn't installed.
     """
-    sinks = []
+    sinks = list[Sink]()
     trackers = trackers_of(config.to)
     for place in config.to:
         if place in FILE_SINKS or place in trackers:
@@ -214,13 +215,13 @@ def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
         function = _load(place, "log.to") if is_place(place) else plugged(place)
         if not callable(function) or inspect.isclass(function):
             raise BadInputError(f"log.to: {place} is a {type(function).__name__}; name a function of a row")
-        sinks.append(_copied(guarded(function, place, hooks)))
+        sinks.append(partial(_on_a_copy, guarded(function, place, hooks)))
     return sinks
 
 
-def _copied(sink: Sink) -> Sink:
-    """Gives a sink its own copy of each record, which it may change."""
-    return lambda row: sink(dict(row))
+def _on_a_copy(sink: Sink, row: Row) -> None:
+    """Gives a sink its own copy of a record, which it may change."""
+    sink(dict(row))
 
 
 def asks_for_model(method: object) -> bool:
@@ -250,11 +251,7 @@ def hook_sink(
         asked: Gets the names of hooks that raise `Finish`.
     """
     steps = _calls(hooks, "after_step", config, asked)
-    methods = [getattr(one, "after_evaluation", None) for one in hooks]
-    asking = [{"model": model} if asks_for_model(one) else {} for one in methods if callable(one)]
-    evaluations = [
-        (*c, more) for c, more in zip(_calls(hooks, "after_evaluation", config, asked), asking, strict=True)
-    ]
+    evaluations = _calls(hooks, "after_evaluation", config, asked, model)
     add = guarded(rows.add, "hooks", config) if rows is not None else lambda *_: None
 
     def take(row: Row) -> None:
@@ -263,9 +260,7 @@ def hook_sink(
             given = [(name, call(dict(row)) or {}) for name, call in steps]
         elif row["kind"] == "eval":
             metrics = {k: v for k, v in row.items() if k not in ("kind", "step", "epoch")}
-            given = [
-                (name, call(row["step"], dict(metrics), **more) or {}) for name, call, more in evaluations
-            ]
+            given = [(name, call(row["step"], dict(metrics)) or {}) for name, call in evaluations]
         if any(values for _, values in given):
             add(row["step"], given)
 
@@ -298,10 +293,10 @@ def guarded(
         asked: Gets the name at `Finish`, which is no error then; the loop reads it.
     """
 
-    def guard(*arguments: Any, **named: Any) -> Any:
+    def guard(*arguments: Any) -> Any:
         try:
             with folder_kept():
-                return call(*arguments, **named)
+                return call(*arguments)
         except Finish as error:
             if asked is None:
                 raise
@@ -327,19 +322,20 @@ def guarded(
 
 
 def _calls(
-    hooks: Sequence[Any], method: str, config: HooksConfig, asked: list[str] | None
+    hooks: Sequence[Any],
+    method: str,
+    config: HooksConfig,
+    asked: list[str] | None,
+    model: nn.Module | None = None,
 ) -> list[tuple[str, Callable[..., Any]]]:
     """Returns the guarded calls of a method, each with its name."""
+
+    def checks(call: Callable[..., object]) -> Callable[..., HookResult]:
+        more = {"model": model} if method == "after_evaluation" and asks_for_model(call) else {}
+        return lambda *arguments: checked(call(*arguments, **more))
+
     named = [(f"{type(one).__name__}.{method}", getattr(one, method, None)) for one in hooks]
-    return [
-        (name, guarded(_with_checked_result(call), name, config, asked))
-        for name, call in named
-        if callable(call)
-    ]
-
-
-def _with_checked_result(call: Callable[..., object]) -> Callable[..., HookResult]:
-    return lambda *arguments, **named: checked(call(*arguments, **named))
+    return [(name, guarded(checks(call), name, config, asked)) for name, call in named if callable(call)]
 
 
 def _wants(kind: type) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
 from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_of
-from trainer.data.formats.files import not_listed, unlisted
+from trainer.data.formats.files import beside
 from trainer.data.formats.labels import (
     LabelError,
     as_integer,
@@ -83,9 +83,10 @@ class ArrowTable:
         """
         self.folder = folder
         self._files = _files(folder)
-        named = [os.fsencode(file.name) for file in self._files]
-        beside = unlisted(folder, named, (".arrow",), deep=False)
-        self.left_out = tuple(not_listed("Arrow file{s} that state.json doesn't name", beside))
+        named = [file.name for file in self._files]
+        self.left_out = tuple(
+            beside("Arrow file{s} that state.json doesn't name", folder, named, (".arrow",))
+        )
         self._read = dict[str, Any]()
         self.columns: Sequence[str] = schema_of(self._files[0]).names
 

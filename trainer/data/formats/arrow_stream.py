@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.formats.labels import quoted
-from trainer.data.formats.signatures import what_it_is
+from trainer.data.formats.signatures import what_lies_at
 from trainer.errors import BadInputError, first_line
 from trainer.host.reading import kind_of
 
@@ -65,18 +65,18 @@ def column_of(file: Path, name: str) -> Any:
     return table.column(name)
 
 
-def import_pyarrow() -> Any:
-    """Imports pyarrow.
+def import_pyarrow(what: object = "data.name=hf") -> Any:
+    """Imports pyarrow with its reader of Parquet.
 
     Raises:
-        BadInputError: If it isn't installed.
+        BadInputError: If it isn't installed; names what needs it.
     """
     try:
-        import pyarrow
+        import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise BadInputError(
-            "data.name=hf needs pyarrow, which isn't installed: pip install pyarrow (the images for "
-            "development have it)"
+            f"{what}: needs pyarrow, which isn't installed: pip install pyarrow (the images for development "
+            "have it)"
         ) from error
     return pyarrow
 
@@ -126,8 +126,5 @@ def _check_end(file: Path, source: Any) -> None:
 
 
 def _unreadable(file: Path, error: Exception) -> BadInputError:
-    reason = first_line(error)
-    if not isinstance(error, OSError):
-        with file.open("rb") as opened:
-            reason = what_it_is(opened.read(_BLOCK)) or reason
-    return BadInputError(f"{file}: can't be read ({reason}); save the data again")
+    what = "" if isinstance(error, OSError) else what_lies_at(file)
+    return BadInputError(f"{file}: can't be read ({what or first_line(error)}); save the data again")

@@ -275,8 +275,7 @@ def scale_in_room(sides: Sequence[int], room: Sequence[int]) -> tuple[float, flo
         sides: Height and width of the image.
         room: Height and width of the output.
     """
-    factor = min(most / side for side, most in zip(sides, room, strict=True))
-    down, across = (_along(side, most, factor, 0.0) for side, most in zip(sides, room, strict=True))
+    down, across = _fitted(sides, room)
     return across.size / across.length, down.size / down.length
 
 
@@ -349,6 +348,12 @@ def _along(side: int, room: int, factor: float, number: float) -> _Span:
     return _Span(0, side, int(number * (room - size + 1)), size)
 
 
+def _fitted(sides: Sequence[int], room: Sequence[int]) -> tuple[_Span, _Span]:
+    factor = min(most / side for side, most in zip(sides, room, strict=True))
+    down, across = (_along(side, most, factor, 0.0) for side, most in zip(sides, room, strict=True))
+    return down, across
+
+
 def _resized(image: Pixels, height: int, width: int) -> Pixels:
     if image.shape[:2] == (height, width):
         return image
@@ -383,7 +388,5 @@ def _with_areas(picture: Picture) -> Picture:
 
 def _pixel(image: Pixels, out: Pixels) -> float:
     """Returns the pixels of an image per pixel of `out` that `paste` fits it into."""
-    sides = list(zip(image.shape[:2], out.shape[:2], strict=True))
-    factor = min(room / side for side, room in sides)
-    rows, columns = (_along(side, room, factor, 0.0).size for side, room in sides)
-    return float(image.shape[0] * image.shape[1] / (rows * columns))
+    rows, columns = _fitted(image.shape[:2], out.shape[:2])
+    return float(image.shape[0] * image.shape[1] / (rows.size * columns.size))

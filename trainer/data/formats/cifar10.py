@@ -3,13 +3,12 @@
 The Python version holds pickles, which aren't read.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
 
 from trainer.data.dataset import ArrayDataset
-from trainer.data.formats.files import not_listed, unlisted
+from trainer.data.formats.files import beside
 from trainer.errors import BadInputError, reading
 
 _TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
@@ -38,8 +37,7 @@ def open_cifar10(folder: Path) -> tuple[ArrayDataset, ArrayDataset, tuple[str, .
             f"{folder}: is CIFAR-10's Python version, which is pickled; get the binary version"
         )
     train, test = (_read([folder / name for name in names]) for names in (_TRAIN, _TEST))
-    beside = unlisted(folder, map(os.fsencode, (*_TRAIN, *_TEST)), (".bin",), deep=False)
-    train.left_out = tuple(not_listed("file{s} that CIFAR-10 doesn't have", beside))
+    train.left_out = tuple(beside("file{s} that CIFAR-10 doesn't have", folder, (*_TRAIN, *_TEST), (".bin",)))
     return train, test, _names(folder / "batches.meta.txt")
 
 

@@ -19,7 +19,7 @@ from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
-from trainer.data.formats.files import IMAGES, Files, Listed, not_listed, unlisted
+from trainer.data.formats.files import IMAGES, Files, Listed, beside
 from trainer.data.formats.labels import folded, quoted
 from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
@@ -41,34 +41,21 @@ _FRACTION = 1.001  # width and height of the largest box if all are fractions of
 _IGNORED = "box{es} with ignore=1"
 
 # Keys that are read, and notes: what they say changes nothing about a box.
-_KNOWN = {
-    "annotation": {
-        *("id", "image_id", "category_id", "bbox", "iscrowd", "ignore", "area", "segmentation"),
-        *("keypoints", "num_keypoints", "caption", "score"),
-        # Notes of COCO Annotator, pycococreator, trackers and others.
-        *("width", "height", "color", "isbbox", "metadata", "creator", "events", "milliseconds"),
-        *("uuid", "uid", "track_id", "instance_id", "date_captured"),
-    },
-    "image": {
-        *("id", "file_name", "width", "height", "license", "date_captured", "flickr_url", "coco_url"),
-        # Roboflow's note is the name before the export; the others are COCO Annotator's and of videos.
-        *(
-            "extra",
-            "url",
-            "path",
-            "dataset_id",
-            "category_ids",
-            "num_annotations",
-            "metadata",
-            "milliseconds",
-        ),
-        *("regenerate_thumbnail", "annotated", "annotating", "events", "video_id", "frame_id"),
-    },
-    "category": {
-        *("id", "name", "supercategory", "keypoints", "skeleton", "keypoint_colors", "color", "metadata"),
-        *("creator", "isthing", "synset", "synonyms", "def", "frequency", "image_count", "instance_count"),
-    },
-    "top-level": {"info", "licenses", "images", "annotations", "categories", "type"},
+_KNOWN: Mapping[str, set[str]] = {
+    kind: set(keys.split())
+    for kind, keys in {
+        # Notes of COCO Annotator, pycococreator, trackers and others follow the format's own keys.
+        "annotation": "id image_id category_id bbox iscrowd ignore area segmentation keypoints num_keypoints "
+        "caption score width height color isbbox metadata creator events milliseconds uuid uid track_id "
+        "instance_id date_captured",
+        # Roboflow's `extra` is the name before the export; what follows is COCO Annotator's and of videos.
+        "image": "id file_name width height license date_captured flickr_url coco_url extra url path "
+        "dataset_id category_ids num_annotations metadata milliseconds regenerate_thumbnail annotated "
+        "annotating events video_id frame_id",
+        "category": "id name supercategory keypoints skeleton keypoint_colors color metadata creator isthing "
+        "synset synonyms def frequency image_count instance_count",
+        "top-level": "info licenses images annotations categories type",
+    }.items()
 }
 _KEYS = 5  # unknown keys that are named; further ones are counted together
 _CROWD, _IGNORE = 1, 2
@@ -117,7 +104,7 @@ class CocoPictures:
         self.boxes = len(instances["annotations"])
         ignored = Counter(name for n, (name, *_) in images.items() for box in boxes[n] if box[5] == _IGNORE)
         self._ignored = ""
-        named = [os.fsencode(name) for name, *_ in images.values()]
+        named = [name for name, *_ in images.values()]
         if training is None:
             training = part == "train"
         if training:
@@ -140,7 +127,7 @@ class CocoPictures:
                 n: [(*box[:5], int(box[5] == _CROWD), box[6]) for box in each] for n, each in boxes.items()
             }
         left_out += _unread_keys(file, instances)
-        left_out += not_listed(f"image{{s}} that {file.name} doesn't name", unlisted(folder, named, IMAGES))
+        left_out += beside(f"image{{s}} that {file.name} doesn't name", folder, named, IMAGES, deep=True)
         self.left_out = tally(left_out)
         if not images:
             raise BadInputError(f"{file}: holds no images{' with boxes' if training else ''}")

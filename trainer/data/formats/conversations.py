@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.data.formats.arrow import ArrowTable, splits
+from trainer.data.formats.arrow_stream import import_pyarrow
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
@@ -182,16 +183,9 @@ def _no_lines(first: bytes) -> str:
 
 
 def _parquet(file: Path, read: Collection[str | None]) -> Iterator[_Row]:
+    pyarrow, number = import_pyarrow(file), 0
     try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise BadInputError(
-            f"{file}: Parquet needs pyarrow: pip install pyarrow; or use JSON lines"
-        ) from error
-    number = 0
-    try:
-        with parquet.ParquetFile(file) as table:
+        with pyarrow.parquet.ParquetFile(file) as table:
             facts = table.metadata
             groups = [facts.row_group(group) for group in range(facts.num_row_groups)]
             if max((group.total_byte_size for group in groups), default=0) > _MOST_BYTES:

@@ -350,6 +350,13 @@ def not_listed(reason: str, places: Sequence[str | bytes]) -> list[LeftOut]:
     return [one(reason, places[0]).model_copy(update={"count": len(places)})] if places else []
 
 
+def beside(
+    reason: str, root: Path, names: Iterable[str], suffixes: Sequence[str], deep: bool = False
+) -> list[LeftOut]:
+    """Counts the files of a folder that a list doesn't name; see `unlisted`."""
+    return not_listed(reason, unlisted(root, map(os.fsencode, names), suffixes, deep=deep))
+
+
 def _inode(facts: os.stat_result) -> tuple[int, int]:
     return facts.st_dev, facts.st_ino
 

@@ -24,14 +24,7 @@ from trainer.config.data import DataConfig
 from trainer.config.section import first_problem
 from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import (
-    LARGEST_FILE,
-    fill_exactly,
-    not_listed,
-    open_sample_file,
-    readable,
-    unlisted,
-)
+from trainer.data.formats.files import LARGEST_FILE, beside, fill_exactly, open_sample_file, readable
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
@@ -347,15 +340,13 @@ def _of_today(folder: Path, about: About) -> list[LeftOut]:
     """Returns what the index left out; compressed shards are those that lie there now."""
     if about.source != TAR_SHARDS:
         return about.left_out
-    packed = not_listed(PACKED, unlisted(folder, (), COMPRESSED, deep=False))
+    packed = beside(PACKED, folder, (), COMPRESSED)
     now = {each.reason: each for each in about.left_out if each.reason != PACKED or packed}
     return list((now | {each.reason: each for each in packed}).values())
 
 
 def _added(folder: Path, about: About) -> list[LeftOut]:
     """Counts shards that came after the index was made."""
-    names = [os.fsencode(shard.name) for shard in about.shards]
-    suffixes = {os.path.splitext(shard.name)[1].lower() for shard in about.shards} - {""}  # noqa: PTH122
-    return not_listed(
-        f"shard{{s}} that {INDEX} doesn't name", unlisted(folder, names, [*suffixes], deep=False)
-    )
+    names = [shard.name for shard in about.shards]
+    suffixes = {os.path.splitext(name)[1].lower() for name in names} - {""}  # noqa: PTH122
+    return beside(f"shard{{s}} that {INDEX} doesn't name", folder, names, [*suffixes])

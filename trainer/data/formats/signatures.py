@@ -2,6 +2,7 @@
 
 import codecs
 import re
+from pathlib import Path
 
 _CONVERT = "which isn't read; convert it to JPEG or PNG"
 DAMAGED = "that is cut off or damaged"
@@ -73,6 +74,7 @@ _TEXTS = (
 _BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f]")
 _LOOKED_AT, _SHOWN = 1024, 40
+_HEAD = 4096
 
 
 def what_it_is(data: bytes | bytearray) -> str:
@@ -91,6 +93,12 @@ def what_it_is(data: bytes | bytearray) -> str:
     if data.endswith(b"TRUEVISION-XFILE.\0"):
         return f"TGA, {_CONVERT}"
     return _text(bytes(data[:_LOOKED_AT]))
+
+
+def what_lies_at(file: Path) -> str:
+    """Describes a file by its first bytes; see `what_it_is`."""
+    with file.open("rb") as opened:
+        return what_it_is(opened.read(_HEAD))
 
 
 def _text(data: bytes) -> str:

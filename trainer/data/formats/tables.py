@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.data import DataConfig
+from trainer.data.formats.arrow_stream import import_pyarrow
 from trainer.data.formats.files import IMAGES, Files, Listed, not_listed, plain_names, unlisted
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.signatures import what_it_is
@@ -189,14 +190,9 @@ def _csv(file: Path, several: SeveralClasses) -> Iterator[_Row]:
 
 
 def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
+    pyarrow, number = import_pyarrow(file), 0
     try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise BadInputError(f"{file}: Parquet needs pyarrow, which isn't installed; use CSV") from error
-    number = 0
-    try:
-        for batch in _batches(file, parquet, several.wanted):
+        for batch in _batches(file, pyarrow.parquet, several.wanted):
             labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
             for path, values in zip(batch.column("path").to_pylist(), labels, strict=True):
                 number += 1

@@ -29,7 +29,7 @@ from trainer.data.formats.sharded import (
     content_hash,
     write_index,
 )
-from trainer.data.formats.signatures import what_it_is
+from trainer.data.formats.signatures import what_lies_at
 from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
 from trainer.data.shared import name_columns
 from trainer.errors import BadInputError
@@ -101,9 +101,7 @@ def _opened(file: Path) -> tarfile.TarFile:
     try:
         return tarfile.open(file, "r:", encoding="utf-8", errors="surrogateescape", tarinfo=_Bounded)
     except tarfile.TarError as error:
-        with file.open("rb") as stream:
-            what = what_it_is(stream.read(_BLOCK))
-        raise BadInputError(f"{file}: not a readable tar file ({what or error})") from error
+        raise BadInputError(f"{file}: not a readable tar file ({what_lies_at(file) or error})") from error
 
 
 def _left_out(member: tarfile.TarInfo) -> str:

@@ -209,18 +209,16 @@ def check_files(recipe: Recipe, task: Task) -> None:
     Raises:
         BadInputError: If files are missing, or samples can't be decoded.
     """
-    parts = (("training", task.train_data), ("evaluation", task.evaluation_data))
-    check_data(
-        recipe.data.check,
-        isinstance(recipe.data.path, str),
-        [CheckedData(what, dataset, recipe.data.corrupt_samples(len(dataset))) for what, dataset in parts],
-    )
+
+    def part(what: str, dataset: Dataset) -> CheckedData:
+        return CheckedData(what, dataset, recipe.data.corrupt_samples(len(dataset)))
+
+    parts = [part("training", task.train_data), part("evaluation", task.evaluation_data)]
+    check_data(recipe.data.check, isinstance(recipe.data.path, str), parts)
     for name, dataset in more_sets(task).items():
         data = recipe.data_of_set(name)
-        budget = recipe.data.corrupt_samples(len(dataset))
         try:
-            part = CheckedData(f"evaluation.sets.{name}", dataset, budget)
-            check_data(data.check, isinstance(data.path, str), [part])
+            check_data(data.check, isinstance(data.path, str), [part(f"evaluation.sets.{name}", dataset)])
         except BadInputError as error:
             raise BadInputError(of_set(name, str(error))) from error
 

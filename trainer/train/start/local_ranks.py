@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Mapping
 
 from trainer.config.recipe import Recipe
@@ -45,7 +44,7 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     threads = recipe.parallel.threads
     each = threads_per_rank(limits, count) if threads == "auto" else threads
-    return LocalRanks(count, each, environment, shares, tuple(sys.path), count if there else 0)
+    return LocalRanks(count, each, environment, shares, count if there else 0)
 
 
 def gpus_for(recipe: Recipe) -> int:

@@ -28,13 +28,9 @@ def _attribute(place: str) -> Switch:
 
 
 def _variable(name: str) -> Switch:
-    def write(value: str | None) -> None:
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-
-    return lambda: os.environ.get(name), write
+    return lambda: os.environ.get(
+        name
+    ), lambda value: os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _gpu() -> int:
@@ -129,14 +125,6 @@ def _randomness_kept() -> Iterator[None]:
             torch.cuda.manual_seed_all(torch.initial_seed())
 
 
-def _default_device() -> str:
-    """Returns the kind of torch's default device."""
-    try:
-        return torch.get_default_device().type
-    except AttributeError:  # after set_default_device(None), torch's way back to the CPU (to 2.9 at least)
-        return "cpu"
-
-
 @contextmanager
 def _nothing_around() -> Iterator[None]:
     """Switches gradients on, autocast off and the default device to CPU, whatever the caller's contexts."""
@@ -146,7 +134,9 @@ def _nothing_around() -> Iterator[None]:
         entered.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
-                entered.enter_context(torch.autocast(kind, enabled=False))
-        if _default_device() != "cpu":  # else not: a device context slows each call of torch
-            entered.enter_context(torch.device("cpu"))
+                # Autocast within another one would keep casts of weights that were updated since.
+                entered.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        with suppress(AttributeError):  # after set_default_device(None), torch's way back to the CPU
+            if torch.get_default_device().type != "cpu":  # else not: it slows each call of torch
+                entered.enter_context(torch.device("cpu"))
         yield
