@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-BATCH = 128
-
 
 def digits(samples):  # here stands torchvision.datasets.MNIST
     random = np.random.default_rng(0)
@@ -33,7 +31,7 @@ class VAE(nn.Module):
 class Digits:
     RECIPE = {
         "epochs": 10,
-        "data": {"global_batch_size": BATCH, "micro_batch_size": BATCH},
+        "data": {"global_batch_size": 128, "micro_batch_size": 128},
         "evaluation": {"every": "1 epoch"},
     }
     losses = ("reconstruction", "divergence")
@@ -46,7 +44,7 @@ class Digits:
 
     def optimizer(self, model):
         # The script's loss is a batch's sum: for Adam that is the mean with a smaller eps.
-        return torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-8 / BATCH)
+        return torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-8 / 128)
 
     def loss(self, model, batch):
         again, mean, log_variance = model(batch["image"])

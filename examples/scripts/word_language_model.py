@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-BATCH, BPTT, WORDS = 20, 35, 1000
-
 
 def chunks(text, columns, bptt):
     """Cuts a text into columns and these into chunks: a sample is a chunk of a column, column by column."""
@@ -40,16 +38,16 @@ class WordLanguageModel:
     RECIPE = {
         "epochs": 40,
         "data": {
-            "global_batch_size": BATCH,  # a step has the same chunk of all columns
-            "micro_batch_size": BATCH,
-            "eval_batch_size": BATCH,
+            "global_batch_size": 20,  # a step has the same chunk of all columns
+            "micro_batch_size": 20,
+            "eval_batch_size": 20,
             "shuffle": False,
         },
         "optim": {"max_grad_norm": 0.25},
         "evaluation": {"every": "1 epoch"},
     }
     metric, mode = "perplexity", "min"
-    words, size, columns, bptt = WORDS, 200, BATCH, BPTT
+    words, size, columns, bptt = 1000, 200, 20, 35
 
     def data(self):  # here stand the numbers of the words of train.txt and valid.txt
         text = np.random.default_rng(0).integers(0, self.words, 6000) // 2

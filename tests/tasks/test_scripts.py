@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import trainer
 from tests.helpers.hf_models import NEEDS
+from tests.helpers.refusals import refused
 
 FOLDER = Path(__file__).parents[2] / "examples" / "scripts"
 Fields = dict[str, torch.Tensor]
@@ -215,7 +216,10 @@ def test_siamese(attempt: Attempt) -> None:
         pairs = importlib.import_module("siamese").Pairs
         return pairs(40, own.dtype), pairs(20, own.dtype)
 
-    it = attempt("siamese", "Siamese", {"epochs": 2, **sizes}, data=data, width=8, dtype=np.float64)
+    small = {"data": data, "width": 8, "dtype": np.float64}
+    with refused("data.last_batch=weighted BatchNorm"):  # of the last 8 of 40 a second part would have none
+        attempt("siamese", "Siamese", {**sizes, "data.micro_batch_size": 8}, **small)
+    it = attempt("siamese", "Siamese", {"epochs": 2, **sizes}, **small)
     model, losses = it.model, Losses()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
