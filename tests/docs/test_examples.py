@@ -24,6 +24,7 @@ SMALL = {
     "fine-tune-images": ["max_steps=2", "data.image_size=32", "evaluation.every=end"],
     "links": [],
     "lr-range": ["max_steps=30", "optim.warmup_steps=30", "optim.lr=10"],
+    "scripts": ["epochs=1", "data.limit=128"],
     "own-text": ["max_steps=2", "language.width=32", "language.layers=1", "data.eval_batch_size=512"],
     "send-records": [],  # tests/runs/test_trackers.py
 }
@@ -115,6 +116,10 @@ def test_the_links_between_ranks(tmp_path: Path) -> None:
     assert [int(size) for size, *_ in rows] == [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25]
     for size, us, rate, bus in rows:  # of two ranks the bus carries what is reduced
         assert float(rate) == float(bus) == pytest.approx(int(size) / float(us) / 1e3, rel=0.02, abs=1e-3)
+
+
+def test_a_known_script(tmp_path: Path) -> None:
+    assert "accuracy" in run_all("scripts", tmp_path / "mine")
 
 
 def test_a_custom_task(tmp_path: Path) -> None:

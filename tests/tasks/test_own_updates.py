@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
+import trainer
 from tests.helpers import forked
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
@@ -200,6 +201,27 @@ def test_what_is_learned_is_what_plain_torch_learns() -> None:
         assert row[0] == pytest.approx(loss.item(), rel=1e-5)
     for ours, theirs in zip(run.state.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def stepped(_: Any, optimizer: Any, epoch_steps: int, steps: int) -> Any:
+    return lr_scheduler.StepLR(optimizer, epoch_steps, 1 / steps)
+
+
+@pytest.mark.parametrize(
+    ("size", "last", "length", "steps"), [(6, "weighted", 3, 12), (6, "cross", 3, 11), (32, "cross", 1, 2)]
+)
+def test_a_scheduler_is_told_the_steps_of_an_epoch_and_of_the_run(
+    size: int, last: str, length: int, steps: int
+) -> None:
+    data = {"global_batch_size": size, "micro_batch_size": size, "last_batch": last}
+    run = started({"scheduler": stepped}, data=data, optim={"name": "sgd", "lr": 0.1})
+    rates = [row[1] for row in go_on(run, range(steps))]
+    assert rates == pytest.approx([0.1 / steps ** (done // length) for done in range(steps)])
+
+
+def test_check_tells_it_alike() -> None:
+    own = type("Own", (Small,), {"scheduler": stepped})
+    assert [row.verdict for row in trainer.check(own, only=["plain"]).rows] == ["equal"]
 
 
 def test_a_skipped_update_moves_neither_weights_nor_rate() -> None:

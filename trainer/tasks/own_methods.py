@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -265,10 +266,11 @@ class OwnMethods:
             )
         return optimizer
 
-    def _scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler:
+    def _scheduler(self, optimizer: torch.optim.Optimizer, steps: int, epoch_length: float) -> Scheduler:
         parameters = inspect.signature(self._own.scheduler).parameters
-        arguments = (optimizer, steps) if "steps" in parameters else (optimizer,)
-        scheduler = self._call("scheduler", self._own.scheduler, *arguments)
+        known = {"steps": steps, "epoch_steps": max(1, round(epoch_length))}
+        given = {name: value for name, value in known.items() if name in parameters}
+        scheduler = self._call("scheduler", partial(self._own.scheduler, **given), optimizer)
         self._refuse(of_updates("scheduler", scheduler))
         if missing := [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)]:
             raise self._wrong("scheduler", f"{describe_value(scheduler)} without {missing[0]}")

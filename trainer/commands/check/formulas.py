@@ -102,7 +102,7 @@ def between(end: float, start: float, part: float) -> float:
 
 
 def plain_optimizer(
-    task: Any, recipe: Recipe, model: nn.Module, updates: int
+    task: Any, recipe: Recipe, model: nn.Module, updates: int, epoch_length: float
 ) -> tuple[torch.optim.Optimizer, Any]:
     """Returns the task's own optimizer and scheduler where it has them; else torch's, by the recipe."""
     config = recipe.optim
@@ -117,7 +117,7 @@ def plain_optimizer(
         optimizer = PlainMuon(groups(config, model), config)
     else:
         raise BadInputError(f"optim.name={config.name}: {_NO_FORMULA}")
-    scheduler = task.scheduler(optimizer, updates) if hasattr(task, "scheduler") else None
+    scheduler = task.scheduler(optimizer, updates, epoch_length) if hasattr(task, "scheduler") else None
     return optimizer, scheduler
 
 

@@ -89,7 +89,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     off = [part for part in model.modules() if not part.training] if model.training else []
     for block in blocks(model).values() if recipe.memory.checkpointing != "none" else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    optimizer, scheduler = plain_optimizer(task, recipe, model, len(order))
+    optimizer, scheduler = plain_optimizer(task, recipe, model, len(order), epoch_length)
     if hasattr(task, "optimizer"):  # which may draw random numbers
 
         def seeded(*_: Any) -> None:

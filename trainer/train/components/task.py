@@ -32,6 +32,7 @@ from trainer.models.weights import load_initial
 from trainer.runs.differences import other_task
 from trainer.runs.manifest import Manifest, Pretrained, RunFolder, TaskIdentity
 from trainer.tasks import Checked, Extensible, Task
+from trainer.tasks.custom import CustomTask
 from trainer.train.components.operations import blank_batch, shapes_only
 from trainer.train.components.updates import brings_optimizer, check_updates
 from trainer.train.hooks import find_hooks, load_sinks
@@ -295,6 +296,14 @@ def _refuse_sparse(recipe: Recipe, task: Task) -> None:
         )
 
 
+def _padding_is_seen(plan: Plan, task: Task) -> bool:
+    """True if a model gets samples of weight 0, or BatchNorm a single one; a custom task gets none."""
+    rest = plan.samples % plan.global_batch_size
+    if plan.last != "weighted" or not rest:
+        return False
+    return not isinstance(task, CustomTask) or rest - plan.global_batch_size + plan.micro_batch_size < 2
+
+
 def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = True) -> None:
     """Checks for faults that would fail on every rank: on rank 0, before the ranks meet.
 
@@ -331,7 +340,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
     if fresh and (weights := find_weights(recipe.model)) is not None:
         load_initial(model, weights.file, recipe.model.reinit)
     fine_tune(model, recipe.model)
-    if plan.last == "weighted" and any(
+    if _padding_is_seen(plan, task) and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
         for m in model.modules()
     ):

@@ -61,7 +61,7 @@ def make_updates(
         optimizer = make_optimizer(recipe.optim, groups, ConstantSchedule(recipe.optim.lr))
     scheduler = None
     if "scheduler" in brings:
-        scheduler = task.scheduler(optimizer, plan.steps)  # type: ignore[attr-defined]
+        scheduler = task.scheduler(optimizer, plan.steps, plan.epoch_length)  # type: ignore[attr-defined]
     own = "optimizer" in brings
     return optimizer, HostSchedule(optimizer, scheduler, device, plan.seed, generators, own)
 

@@ -1,0 +1,353 @@
+"""Promise: each script of examples/scripts/ ends with the weights of the loop that its original has."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import trainer
+from tests.helpers.hf_models import NEEDS
+from tests.helpers.refusals import refused
+
+FOLDER = Path(__file__).parents[2] / "examples" / "scripts"
+Fields = dict[str, torch.Tensor]
+Losses = list[float]
+
+
+class Tried:
+    """A task of the examples, trained; and what its loss was called with.
+
+    Attributes:
+        run: What `fit` gave.
+        own: The task.
+        model: A new model with the weights that the run began with, in training mode.
+        losses: Of each step.
+    """
+
+    def __init__(
+        self, name: str, kind: str, settings: dict[str, Any], parts: int = 1, **changed: Any
+    ) -> None:
+        module = importlib.import_module(name)
+        base, calls = getattr(module, kind), list[Any]()
+
+        def loss(own: Any, model: nn.Module, batch: Any) -> Any:
+            if model.training:
+                start = {n: value.clone() for n, value in model.state_dict().items()}
+                calls.append(({n: t.clone() for n, t in batch.fields.items()}, torch.get_rng_state(), start))
+            return base.loss(own, model, batch)
+
+        self.own = type(kind, (base,), {**changed, "loss": loss})()
+        settings = {"log.every": 1, "parallel.threads": 1, "data.workers": 0, **settings}
+        self.run = trainer.fit(self.own, settings, hooks=getattr(module, "hooks", []))
+        self.losses: Losses = [row["loss"] for row in self.run.rows()]
+        self._calls = calls[-len(self.losses) * parts :]  # what comes before is the trial's
+        self.model: Any = self.own.model()
+        self.model.load_state_dict(self._calls[0][2])
+
+    def batches(self, count: int, whole: str = "") -> Iterator[Any]:
+        """The next batches of the run, each with the random state that its loss began with.
+
+        With the name of a field they must be an epoch: all samples of it, each once.
+        """
+        given = [self._calls.pop(0) for _ in range(count)]
+        if whole:
+            seen, every = torch.cat([fields[whole] for fields, *_ in given]), self.own.data()[0][whole]
+            assert sorted(map(bytes, seen.numpy())) == sorted(map(bytes, every))
+        for fields, state, _ in given:
+            torch.set_rng_state(state)
+            yield fields
+
+    def is_held(self, losses: Losses, close: float) -> None:
+        """To the loop's losses, weights and buffers."""
+        assert not self._calls
+        assert self.losses == pytest.approx(losses, rel=10 * close)
+        found, wanted = self.run.model().state_dict(), self.model.state_dict()
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=close), name
+
+
+Attempt = Callable[..., Tried]
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(FOLDER)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)
+    yield Tried
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+
+
+def few(samples: int, others: int) -> Callable[[Any], Any]:
+    """Fewer samples than an example has."""
+
+    def data(own: Any) -> Any:
+        train, evaluation = super(type(own), own).data()
+        return {n: a[:samples] for n, a in train.items()}, {n: a[:others] for n, a in evaluation.items()}
+
+    return data
+
+
+def test_mnist(attempt: Attempt) -> None:
+    it = attempt("mnist", "MNIST", {"epochs": 2}, data=few(140, 50))
+    model, losses = it.model, Losses()
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    for _ in range(2):
+        for batch in it.batches(3, "image"):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(batch["image"]), batch["label"])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+    it.is_held(losses, 1e-6)
+    test = {name: torch.from_numpy(array) for name, array in it.own.data()[1].items()}
+    right = model.eval()(test["image"]).argmax(1) == test["label"]
+    assert it.run.metrics["accuracy"] == pytest.approx(right.sum().item() / 50)
+
+
+def test_vae(attempt: Attempt) -> None:
+    """Of a loss that is a sum over the batch."""
+    it = attempt("vae", "Digits", {"epochs": 2}, data=few(384, 128))
+    model, losses = it.model, Losses()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        for batch in it.batches(3, "image"):
+            optimizer.zero_grad()
+            again, mu, logvar = model(batch["image"])
+            bce = F.binary_cross_entropy(again, batch["image"], reduction="sum")
+            kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+            (bce + kld).backward()
+            optimizer.step()
+            losses.append((bce + kld).item() / 128)
+    it.is_held(losses, 1e-6)
+    pictures = [row["samples"] for row in it.run.rows("hook")]
+    assert len(pictures) == 2 and all((it.run.folder / one).exists() for one in pictures)
+
+
+def test_dcgan(attempt: Attempt) -> None:
+    it = attempt("dcgan", "DCGAN", {"epochs": 2}, data=few(32, 16), nz=8, ngf=4, ndf=4, RECIPE=SMALL)
+    generator, critic, losses = it.model.generator, it.model.critic, Losses()
+    adam = {"lr": 0.0002, "betas": (0.5, 0.999)}
+    of_critic, of_generator = (torch.optim.Adam(one.parameters(), **adam) for one in (critic, generator))
+    for _ in range(2):
+        for batch in it.batches(2, "image"):
+            of_critic.zero_grad()
+            of_generator.zero_grad()
+            real, one, zero = batch["image"], torch.ones(16, 1), torch.zeros(16, 1)
+            fake = generator(torch.randn(16, 8, 1, 1))
+            told, denied = critic(real), critic(fake.detach())
+            wrong = F.binary_cross_entropy(told, one) + F.binary_cross_entropy(denied, zero)
+            wrong.backward()
+            judged = F.binary_cross_entropy(critic(fake), one)
+            judged.backward(inputs=[*generator.parameters()])
+            of_critic.step()
+            of_generator.step()
+            losses.append((wrong + judged).item())
+    it.is_held(losses, 1e-6)
+
+
+SMALL = {"data": {"global_batch_size": 16, "micro_batch_size": 16}}
+
+
+def test_word_language_model(attempt: Attempt) -> None:
+    """With the script's own batches: state goes on through an epoch, and begins anew in the next."""
+    text = np.random.default_rng(1).integers(0, 30, 505)
+
+    def data(own: Any) -> Any:
+        chunks = importlib.import_module("word_language_model").chunks
+        return chunks(text[:400], own.columns, own.bptt), chunks(text[400:], own.columns, own.bptt)
+
+    sizes = {f"data.{one}_batch_size": 4 for one in ("global", "micro", "eval")}
+    small = {"words": 30, "size": 12, "columns": 4, "bptt": 35}
+    it = attempt("word_language_model", "WordLanguageModel", {"epochs": 2, **sizes}, data=data, **small)
+    model, losses = it.model, Losses()
+
+    def batches(source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        rows = source[: len(source) // 4 * 4].view(4, -1).t()
+        for at in range(0, len(rows) - 1, 35):
+            yield rows[at : at + 35], rows[at + 1 : at + 36].reshape(-1)
+
+    def run(word: torch.Tensor, hidden: Any) -> Any:
+        """Beyond the last chunk's end, too, as dropout draws for all places."""
+        padded = torch.zeros(35, 4, dtype=torch.long)
+        padded[: len(word)] = word
+        out, hidden = model.rnn(model.drop(model.encoder(padded.t())), hidden)
+        return model.decoder(model.drop(out)).transpose(0, 1).reshape(-1, 30), hidden
+
+    for _ in range(2):
+        hidden = torch.zeros(2, 4, 12), torch.zeros(2, 4, 12)
+        for (word, wanted), _ in zip(batches(torch.from_numpy(text[:400])), it.batches(3), strict=True):
+            hidden = tuple(one.detach() for one in hidden)
+            model.zero_grad()
+            told, hidden = run(word, hidden)
+            loss = F.cross_entropy(told[: len(wanted)], wanted)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad, alpha=-20)
+            losses.append(loss.item())
+    model.state.copy_(torch.stack(hidden).detach())
+    it.is_held(losses, 1e-6)
+    model.eval()
+    hidden, total = (torch.zeros(2, 4, 12), torch.zeros(2, 4, 12)), 0.0
+    for word, wanted in batches(torch.from_numpy(text[400:])):
+        told, hidden = run(word, hidden)
+        total += F.cross_entropy(told[: len(wanted)], wanted, reduction="sum").item()
+    assert it.run.metrics["loss"] == pytest.approx(total / 100, rel=1e-6)
+
+
+def test_siamese(attempt: Attempt) -> None:
+    """In float64: in float32 Adadelta at this rate makes of rounding another run."""
+    sizes = {"data.global_batch_size": 16, "data.micro_batch_size": 16}
+
+    def data(own: Any) -> Any:
+        pairs = importlib.import_module("siamese").Pairs
+        return pairs(40, own.dtype), pairs(20, own.dtype)
+
+    small = {"data": data, "width": 8, "dtype": np.float64}
+    with refused("data.last_batch=weighted BatchNorm"):  # of the last 8 of 40 a second part would have none
+        attempt("siamese", "Siamese", {**sizes, "data.micro_batch_size": 8}, **small)
+    it = attempt("siamese", "Siamese", {"epochs": 2, **sizes}, **small)
+    model, losses = it.model, Losses()
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    pairs = []
+    for _ in range(2):
+        for batch in it.batches(3):
+            optimizer.zero_grad()
+            loss = nn.BCELoss()(model(batch["0"], batch["1"]).squeeze(), batch["2"])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            pairs += map(bytes, batch["0"].numpy())
+        scheduler.step()
+    it.is_held(losses, 1e-12)
+    assert sorted(pairs[:40]) != sorted(pairs[40:]), "drawn anew in each epoch"
+
+
+WANTED = 3.0
+
+
+def test_regression(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, as siamese; to a loss that a hundred steps reach."""
+    monkeypatch.setattr(importlib.import_module("regression").Reached, "wanted", WANTED)
+    it = attempt("regression", "Regression", {"max_steps": 3000}, dtype=torch.float64)
+    model, losses = it.model, Losses()
+    for batch in it.batches(len(it.losses)):
+        model.zero_grad()
+        loss = F.smooth_l1_loss(model(batch["x"]), batch["y"])
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(-0.1 * p.grad)
+        losses.append(loss.item())
+    it.is_held(losses, 1e-12)
+    reached = next(step for step, loss in enumerate(losses, 1) if loss < WANTED)
+    assert reached <= len(losses) <= reached + 2 < 3000
+
+
+def test_time_sequence(attempt: Attempt) -> None:
+    small = {"size": 6, "length": 12}
+    sizes = {"max_steps": 4, "evaluation.every": "end"}
+    it = attempt("time_sequence", "TimeSequence", sizes, **small)
+    model, losses = it.model, Losses()
+    wave = torch.from_numpy(it.own.data()[0]["wave"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in it.batches(4):
+        optimizer.zero_grad()
+        loss = nn.MSELoss()(model(wave[:, :-1]), wave[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    it.is_held(losses, 1e-12)
+    assert it.run.model()(wave[:, :-1], future=5).shape == (97, 16)
+
+
+def test_super_resolution(attempt: Attempt) -> None:
+    small = {"width": 8, "pixels": 12}
+    it = attempt("super_resolution", "SuperResolution", {"epochs": 2}, data=few(70, 25), **small)
+    model, losses = it.model, Losses()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        for batch in it.batches(2, "small"):
+            optimizer.zero_grad()
+            loss = nn.MSELoss()(model(batch["small"]), batch["large"])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    it.is_held(losses, 1e-6)
+    test = [torch.from_numpy(it.own.data()[1][name]).split(10) for name in ("small", "large")]
+    psnr = [10 * torch.log10(1 / nn.MSELoss()(model(a), b)).item() for a, b in zip(*test, strict=True)]
+    assert it.run.metrics["psnr"] == pytest.approx(sum(psnr) / 3, rel=1e-5)
+
+
+@NEEDS
+def test_bert_of_pairs(attempt: Attempt) -> None:
+    from transformers import get_scheduler
+
+    def data(_: Any) -> Any:
+        pairs = importlib.import_module("bert_pairs").Pairs
+        return pairs(20), pairs(12)
+
+    it = attempt("bert_pairs", "BertPairs", {"epochs": 2}, data=data)
+    model, losses = it.model, Losses()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+    scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=6)
+    for _ in range(2):
+        for batch in it.batches(3):
+            ids = nn.utils.rnn.pad_sequence([row[row > 0] for row in batch["input_ids"]], batch_first=True)
+            kinds = batch["token_type_ids"][:, : ids.shape[1]]
+            given = {"input_ids": ids, "token_type_ids": kinds, "attention_mask": (ids > 0).long()}
+            outputs = model(**given, labels=batch["labels"])
+            outputs.loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(outputs.loss.item())
+    it.is_held(losses, 1e-6)
+
+
+@NEEDS
+def test_gpt2_of_code(attempt: Attempt) -> None:
+    """In float64: AdamW makes steps of what rounding leaves of the gradient of a key's bias."""
+    from transformers import get_scheduler
+
+    sizes = {"epochs": 2, "data.global_batch_size": 8, "data.micro_batch_size": 2}
+    it = attempt("code_gpt2", "CodeGPT2", sizes, parts=4, data=few(24, 6), dtype=torch.float64, warm_up=2)
+    model, losses = it.model, Losses()
+    with_decay, without = list[nn.Parameter](), list[nn.Parameter]()
+    for name, p in model.named_parameters():
+        (without if any(one in name for one in ("bias", "LayerNorm.weight")) else with_decay).append(p)
+    groups = [{"params": with_decay, "weight_decay": 0.1}, {"params": without, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-4)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=6)
+    for _ in range(2):
+        for step, batch in enumerate(it.batches(12, "input_ids"), 1):
+            ids = batch["input_ids"]
+            logits, labels = model(ids).logits[..., :-1, :], ids[..., 1:]
+            each = nn.CrossEntropyLoss(reduction="none")(logits.reshape(-1, 500), labels.reshape(-1))
+            weights = torch.stack([(ids == key).double() for key in (3, 5, 8, 13)]).sum((0, 2))
+            loss = (each.view(labels.shape).mean(1) * (1 + weights)).mean() / 4
+            loss.backward()
+            losses.append(loss.item())
+            if step % 4 == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    it.is_held(np.reshape(losses, (6, 4)).sum(1).tolist(), 1e-12)
+    ids = torch.from_numpy(it.own.data()[1]["input_ids"])
+    loss = model.eval()(ids, labels=ids).loss
+    assert it.run.metrics["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-6)
