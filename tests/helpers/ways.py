@@ -72,8 +72,10 @@ class Started:
         if kind == "launcher":
             self._start(*_TRAINER, *job.words, "--nproc-per-node", str(ranks))
         elif kind == "torchrun":
-            port = f"--master-port={free_port()}"
-            self._start(*_TORCHRUN, port, f"--nproc-per-node={ranks}", "-m", "trainer", *job.words)
+            options = dict(job.options)
+            own = [f"--master-port={free_port()}", f"--max-restarts={options.pop('max-restarts', 0)}"]
+            words = job._replace(options=options).words
+            self._start(*_TORCHRUN, *own, f"--nproc-per-node={ranks}", "-m", "trainer", *words)
         elif kind == "slurm":
             for environment in slurm_tasks(ranks, free_port()):
                 self._start(*_TRAINER, *job.words, **environment)

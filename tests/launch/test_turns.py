@@ -67,12 +67,11 @@ def test_who_refuses_tells_all_and_stays_until_they_have_heard(monkeypatch: pyte
 
     def other(turns: Turns) -> RefusedElsewhereError:
         # As `in_turns` has it, which all ranks of a process would share.
-        store = PrefixStore("prepare/0", turns.store)
+        store = PrefixStore("prepare", turns.store)
         with pytest.raises(RefusedElsewhereError) as error:
             heard(Turns(turns.place, store), "prepared")
         return error.value
 
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     stayed, *others = run(first, other, other)
     assert [(one.result().code, str(one.result())) for one in others] == [
         (2, "optim.lr=-1: give a number above 0")

@@ -92,6 +92,15 @@ class Failing(Watch):
     def __init__(self):
         raise KeyError("PASSWORD_FILE")
 """
+ONCE = """
+from pathlib import Path
+
+class Once:
+    def after_step(self, row):
+        if row["step"] == 4 and not Path("failed").exists():
+            Path("failed").touch()
+            raise RuntimeError("once")
+"""
 # Its data never comes.
 SLOW = """
 import time
@@ -107,6 +116,7 @@ del Own
 """
 FILES = {
     "own.py": OWN,
+    "once.py": ONCE,
     "watch.py": HOOK,
     "syntax.py": f"{OWN}\nclass :\n",
     "import.py": f"{OWN}\nimport no_such_module\n",
@@ -294,6 +304,19 @@ def test_a_signal_while_it_prepares_to_resume(way: str, tmp_path: Path) -> None:
     until((folder / "prepares").exists)
     started.send(signal.SIGTERM)
     check("requeue", way, folder, started.end(), ("SIGTERM",))
+
+
+@pytest.mark.parametrize("way", ["launcher 1", "launcher 2", "torchrun 1", "torchrun 2"])
+def test_ranks_that_fail_are_started_again(way: str, tmp_path: Path) -> None:
+    """By torchrun over the same store, in the same run folder."""
+    settings = {"hooks.use": ["once.py:Once"], "checkpoint.every": 1}
+    asked = Job("own.py", settings, {"max-restarts": "1"})
+    whole = tmp_path / "whole"
+    check("own", way, place(whole), job(whole, way, Job("own.py")))
+    folder = place(tmp_path / "here")
+    assert job(folder, way, asked).code == 0
+    assert manifest_of(folder)["restarts"] == 1
+    assert bits_of(folder) == bits_of(whole)
 
 
 @WAYS

@@ -93,7 +93,8 @@ def open_store(seconds: float) -> Any:
         )
     with from_files_alone(address):
         store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-    return store
+    # torchrun's store stays when it starts the ranks again.
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @contextmanager

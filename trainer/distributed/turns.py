@@ -50,8 +50,7 @@ def in_turns(store: Any) -> Iterator[Turns]:
     Raises:
         RefusedElsewhereError: If another rank has left the context by an error.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    turns = Turns(place_of(os.environ), store and PrefixStore(f"prepare/{attempt}", store))
+    turns = Turns(place_of(os.environ), store and PrefixStore("prepare", store))
     try:
         yield turns
     except LostPeerError:
