@@ -30,13 +30,14 @@ from trainer.version import __version__
 _RANK = "trainer.train.start.rank_process"
 
 
-def start(options: TrainOptions, recipe: Recipe, auto: bool) -> int:
+def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None = None) -> int:
     """Starts the ranks of this host, and waits for their end; returns the exit code.
 
     Args:
         options: The flags.
         recipe: The configuration, as `provisional` read it.
         auto: True if data.micro_batch_size=auto is still to be chosen.
+        output: A file descriptor for the standard output of the ranks, or None.
 
     Raises:
         BadInputError: If flags, devices or nodes don't fit.
@@ -61,6 +62,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool) -> int:
         local,
         max_restarts=options.max_restarts,
         grace_seconds=options.grace,
+        output=output,
         meeting=meeting,
     )
     prepared = from_json(Request, ended.request)
