@@ -5,8 +5,6 @@ refused with its row and value.
 import datetime
 import decimal
 import io
-import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from tests.helpers.refusals import refused
 from trainer.data.formats import tables
 from trainer.data.formats.labels import LabelError, label_of, numbered
 from trainer.data.formats.tables import in_table
-from trainer.data.formats.tar_shards import index_shards
 from trainer.errors import BadInputError, first_line
 
 DATE = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
@@ -211,17 +208,6 @@ def test_a_second_parquet_file_behind_the_first_is_found(tmp_path: Path) -> None
     with pytest.raises(BadInputError) as refused:
         in_table(file)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(("label", "why"), [(-1, "negative"), (1.5, "whole"), ([1], "list"), (None, "empty")])
-def test_labels_of_shards_are_no_other_ones(tmp_path: Path, label: Any, why: str) -> None:
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for name, data in (("a.json", json.dumps({"label": label}).encode()), ("a.jpg", b"x")):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    with pytest.raises(BadInputError, match=why):
-        index_shards(tmp_path)
 
 
 def test_the_first_line_of_an_error_is_the_same_each_time() -> None:

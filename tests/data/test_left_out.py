@@ -274,6 +274,16 @@ def test_what_isnt_a_tar_is_named(data: bytes, told: str, tmp_path: Path) -> Non
         ([A[0], ("a.png", JPEG), A[1]], "jpg", "1 left out: 1 .png (0.tar: 'a.png')"),
         ([A[0], ("a.png", JPEG), A[1]], ".PNG", "1 left out: 1 .jpg (0.tar: 'a.jpg')"),
         ([("a.left.jpg", JPEG), ("a.right.jpg", JPEG), A[1]], "left.jpg", "1 left out: 1 .right.jpg"),
+        ([("/etc/x.jpg", JPEG), ("/etc/x.cls", b"1")], "", "'/etc/x.jpg' leads out"),
+        ([("a/../../x.jpg", JPEG)], "", "'a/../../x.jpg' leads out"),
+        ([A[0]], "", "left out: 1 sample without a label (0.tar: 'a.jpg')"),
+        ([("x.txt", b"words")], "", "hold no sample"),
+        *(([A[0], ("a.cls", label)], "", "the label of 'a.jpg'") for label in (b"\xff", b" ")),
+        *(
+            ([A[0], ("a.json", b'{"label": %s}' % label)], "", "the label of 'a.jpg'")
+            for label in (b"null", b"-1", b"1.5", b"[1]")
+        ),
+        ([A[0], ("a.json", b"[1]")], "", "the label of 'a.jpg'"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )

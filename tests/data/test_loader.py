@@ -23,7 +23,7 @@ from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
 from tests.helpers.few_pictures import make_folder
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import make_recipe
-from tests.helpers.waiting import until
+from tests.helpers.waiting import until, until_gone
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.data.dataset import Arrays, Field
 from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
@@ -390,30 +390,10 @@ def _rank_with_a_loader(pipe: Any) -> None:
     loader = RingLoader(source(Numbers(20)), CPU, 1, LoaderConfig(start_method="forkserver"))
     batches = loader(source(Numbers(20)).share.batches())
     next(batches)
-    found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"forkserver" in _read(path)]
-    ours = {int(each.parent.name): _parent(each.parent) for each in found}
-    server = next(pid for pid, parent in ours.items() if parent == os.getpid())
-    pipe.send([server, *(pid for pid, parent in ours.items() if parent == server)])
+    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes.children(os.getpid())}
+    server = next(pid for pid, line in named.items() if b"forkserver" in line)
+    pipe.send([server, *processes.children(server)])
     signal.pause()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _parent(process: Path) -> int:
-    return int(_read(process / "stat").rpartition(b")")[2].split()[1])
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there and no zombie, which some containers' first process leaves lying."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends children with their parent")
@@ -423,15 +403,12 @@ def test_a_worker_ends_with_its_rank() -> None:
     rank.start()
     worker = ours.recv()
     rank.kill()
-    deadline = time.monotonic() + 300
-    while runs(worker) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not runs(worker)
+    until_gone(worker)
     # One whose parent was gone before it could say so ends by itself.
     late = multiprocessing.get_context("fork").Process(target=begin_worker, args=(-1, 0))
     late.start()
     late.join(300)
-    assert late.exitcode == 1
+    assert late.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.xdist_group("forkserver")
@@ -445,7 +422,7 @@ def test_a_worker_of_a_forkserver_ends_with_its_rank() -> None:
     server, *workers = ours.recv()
     assert workers
     rank.kill()
-    until(lambda: not any(map(runs, (server, *workers))))
+    until_gone(server, *workers)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def run_file(path: Path, alone: bool = False) -> ModuleType:
         return before.files[name]
     for other in [one for one in _open if alone and one != folder]:
         _close(other)
-    opened = _opened(folder, sources, {name, *_tops(beside)}, fresh=True)
+    opened = _opened(folder, sources, {name, *map(_top, beside)}, fresh=True)
     entries, loader = list(sys.path), _Source(name, str(path))
     module = module_from_spec(cast(machinery.ModuleSpec, spec_from_file_location(name, path, loader=loader)))
     sys.modules[name] = opened.files[name] = module
@@ -107,7 +107,7 @@ def import_from(folder: Path, name: str) -> ModuleType:
         BaseException: What the module raises.
     """
     sources = modules_of(folder, name)
-    _opened(os.path.abspath(folder), sources, _tops(sources))
+    _opened(os.path.abspath(folder), sources, set(map(_top, sources)))
     return import_module(name)
 
 
@@ -123,15 +123,14 @@ def folders_closed() -> Iterator[None]:
 
 def shadowing() -> str:
     """Returns a file that a new process would import in place of a module that this one has; or ""."""
-    found = [
-        str(file)
-        for folder in _open
-        for file in sorted([*Path(folder).glob("*.py"), *Path(folder).glob("*/__init__.py")])
-        if (name := file.stem if file.parent == Path(folder) else file.parent.name) in sys.modules
-        and _is_taken(name, folder)
-        and _file(sys.modules[name]) != str(file)
+    files = [
+        (one, each) for one in _open for end in ("*.py", "*/__init__.py") for each in Path(one).glob(end)
     ]
-    return found[0] if found else ""
+    for folder, file in sorted(files):
+        name = _top(file.relative_to(folder).as_posix())
+        if name in sys.modules and _is_taken(name, folder) and _file(sys.modules[name]) != str(file):
+            return str(file)
+    return ""
 
 
 def folder_of(module: str) -> str:
@@ -212,12 +211,9 @@ def _is_taken(name: str, folder: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _tops(sources: Mapping[str, bytes]) -> set[str]:
-    return {one.partition("/")[0].partition(".")[0] for one in sources}
-
-
 def _top(module: str) -> str:
-    return module.partition(".")[0]
+    """Returns the top-level name of a module, given by its name or its path."""
+    return module.partition("/")[0].partition(".")[0]
 
 
 def _file(module: object) -> str:

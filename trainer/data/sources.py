@@ -1,7 +1,7 @@
 """Image data sets by data.name: embedded digits, synthetic, CIFAR-10, folders, tables, shards, packs."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,9 +80,7 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         notes=(
             *class_notes(classes, train, evaluation),
             *twin_notes(train, evaluation),
-            *_empty_classes(classes, train),
-            *_joined_classes(config, classes),
-            *_another_order(config, classes),
+            *_notes(config, classes, train),
         ),
     )
 
@@ -314,37 +312,28 @@ def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> 
     return tuple(notes)
 
 
-def _another_order(config: DataConfig, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a note on class folders that others number otherwise, and so weights of theirs, too."""
+def _notes(config: DataConfig, classes: tuple[str, ...], train: Records) -> Iterator[str]:
+    """Yields notes on classes: without samples, each of which still costs an output of the model; of a table
+    that look like several; of folders that others number otherwise, and so weights of theirs, too.
+    """
+    empty = np.flatnonzero(_counts(train, classes) == 0)
+    if empty.size:
+        first = classes[empty[0]]
+        yield f"{empty.size:,} of {len(classes):,} classes have no samples; the first is '{first}'"
+    joined = [name for name in classes if "|" in name.strip("|")]
+    if config.name == "table" and joined and config.label_separator is None:
+        yield (
+            f"{len(joined):,} of {len(classes):,} classes hold '|', as '{joined[0]}'; if an image has "
+            "several classes there, set data.label_separator='|'"
+        )
     as_text = sorted(classes) if config.name == "folder" else classes
     for number, (ours, theirs) in enumerate(zip(classes, as_text, strict=True)):
         if ours != theirs:
-            return (
+            yield (
                 f"classes are ordered as numbers: output {number} is '{ours}', and '{theirs}' in a model "
-                "that was trained with torchvision's ImageFolder",
+                "that was trained with torchvision's ImageFolder"
             )
-    return ()
-
-
-def _joined_classes(config: DataConfig, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a note on classes of a table that look like several."""
-    joined = [name for name in classes if "|" in name.strip("|")]
-    if config.name != "table" or not joined or config.label_separator is not None:
-        return ()
-    return (
-        f"{len(joined):,} of {len(classes):,} classes hold '|', as '{joined[0]}'; if an image has several "
-        "classes there, set data.label_separator='|'",
-    )
-
-
-def _empty_classes(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:
-    """Returns a note on classes without samples, each of which still costs an output of the model."""
-    empty = np.flatnonzero(_counts(train, classes) == 0)
-    if not empty.size:
-        return ()
-    return (
-        f"{empty.size:,} of {len(classes):,} classes have no samples; the first is '{classes[empty[0]]}'",
-    )
+            return
 
 
 def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:

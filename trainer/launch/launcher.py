@@ -111,7 +111,7 @@ def launch(
         local: The ranks.
         max_restarts: How often all ranks start again after a failure (code 1).
         grace_seconds: How long ranks have to end after a signal, or after one of them asked to be requeued.
-        output: A file descriptor that takes the standard output of the ranks; by default this process's own.
+        output: Standard output of the ranks, as `subprocess` takes it; by default this process's own.
         receiver: The caller's receiver of signals; by default a new one.
         meeting: What this node needs to meet the others of the job; None for a single node.
 

@@ -5,6 +5,7 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL
 
 import numpy as np
 import torch
@@ -44,12 +45,9 @@ def launched(ranks: int, fault: str = "") -> VariantLaunch:
         local = plan_local_ranks(subject.recipe, None, ranks)
         seed = "1" if os.environ.get("PYTHONHASHSEED", "0") != "1" else "2"
         local = local._replace(environment={**local.environment, "PYTHONHASHSEED": seed})
-        nowhere, errors = os.open(os.devnull, os.O_WRONLY), io.StringIO()
-        try:
-            with contextlib.redirect_stderr(errors):
-                code, _ = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=nowhere)
-        finally:
-            os.close(nowhere)
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            code, _ = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=DEVNULL)
         ended = " ".join(errors.getvalue().split())[:300] or "its process left nothing"
         if code != EXIT_BAD_INPUT:  # a refusal is no crash
             ended = f"crash: {ended}"

@@ -8,10 +8,10 @@ import contextlib
 import io
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any, NamedTuple
 
 from trainer.config.recipe import Recipe
@@ -171,18 +171,12 @@ def run_trial(recipe: Recipe, local: LocalRanks, micro_batch_size: int, receiver
         Interrupted: After a signal.
     """
     said = io.StringIO()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     with tempfile.TemporaryDirectory(prefix="trainer-trial-", ignore_cleanup_errors=True) as folder:
         values = trial_recipe(recipe, micro_batch_size, local.ranks)
         request = {"recipe": values, "folder": folder, "threads": local.threads}
-        try:
-            # What ranks say that run out of memory isn't the user's concern.
-            with contextlib.redirect_stderr(said):
-                code, _ = launch(
-                    _MODULE, request, local, grace_seconds=5.0, output=nowhere, receiver=receiver
-                )
-        finally:
-            os.close(nowhere)
+        # What ranks say that run out of memory isn't the user's concern.
+        with contextlib.redirect_stderr(said):
+            code, _ = launch(_MODULE, request, local, grace_seconds=5.0, output=DEVNULL, receiver=receiver)
         results = [_read(Path(folder, f"rank-{rank}.json")) for rank in range(local.ranks)]
     if receiver.received:
         raise Interrupted(receiver.received[0].name)
