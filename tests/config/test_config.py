@@ -183,7 +183,6 @@ SLIPS = {
     "data.global_batch_size": "data.global_batch_size",
     "data.microbatch": "data.micro_batch_size",
     "data.num_workers": "data.workers",
-    "data.shuffle": "",
     "data.lr": "optim.lr",
     "lr": "optim.lr",
     "lrr": "optim.lr",
@@ -211,6 +210,11 @@ def test_a_slip_is_told_what_was_meant_and_another_word_nothing(typed: str) -> N
     said = _nearest_key(typed, [key.name for key in describe(Recipe)])
     meant = SLIPS[typed]
     assert said == (f"; did you mean '{meant}'?" if meant else "; --help-config shows every key")
+
+
+def test_a_key_with_a_dot_in_a_mapping_is_told_its_section() -> None:
+    with refused("optim.lr optim: {lr:"):
+        make_recipe({"epochs": 1, "optim.lr": 0.1})
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])
