@@ -37,7 +37,9 @@ class BertPairs:
         "evaluation": {"every": "1 epoch"},
     }
     metric, mode, reduction = "accuracy", "max", "mean"  # `.loss` is the mean of a batch
-    config = BertConfig(vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = BertConfig(
+        vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256
+    )
 
     def data(self):
         return Pairs(400), Pairs(80)

@@ -7,13 +7,14 @@ from torch.nn import functional as F
 
 
 def chunks(text, columns, bptt):
-    """Cuts a text into columns and these into chunks: a sample is a chunk of a column, column by column."""
+    """Cuts a text into columns, and these into chunks, the samples: first the first of each column."""
     rows = (len(text) // columns - 1) // -bptt * -bptt + 1  # the last chunk is shorter: -1 is no word
     table = np.full((columns, rows), -1)
     table[:, : len(text) // columns] = text[: len(text) // columns * columns].reshape(columns, -1)
     cut = {"word": table[:, :-1], "next": table[:, 1:]}
     cut = {n: t.reshape(columns, -1, bptt).swapaxes(0, 1).reshape(-1, bptt) for n, t in cut.items()}
-    return {**cut, "first": np.arange(len(cut["word"])) < columns}
+    number = np.arange(len(cut["word"]))
+    return {**cut, "column": number % columns, "first": number < columns}
 
 
 class RNNModel(nn.Module):
@@ -27,10 +28,10 @@ class RNNModel(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
 
-    def forward(self, word, first):
-        hidden = self.state[:, :, : len(word)] * ~first[:, None]
+    def forward(self, word, column, first):
+        hidden = self.state[:, :, column] * ~first[:, None]
         out, hidden = self.rnn(self.drop(self.encoder(word.clamp(min=0))), tuple(hidden))
-        self.state[:, :, : len(word)] = torch.stack(hidden).detach()
+        self.state[:, :, column] = torch.stack(hidden).detach()
         return self.decoder(self.drop(out))
 
 
@@ -60,7 +61,7 @@ class WordLanguageModel:
         return torch.optim.SGD(model.parameters(), lr=20)
 
     def loss(self, model, batch):
-        told = model(batch["word"], batch["first"]).transpose(1, 2)
+        told = model(batch["word"], batch["column"], batch["first"]).transpose(1, 2)
         return F.cross_entropy(told, batch["next"], reduction="none", ignore_index=-1), batch["next"] >= 0
 
     def measure(self, model, batch):

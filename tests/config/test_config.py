@@ -213,6 +213,11 @@ def test_a_slip_is_told_what_was_meant_and_another_word_nothing(typed: str) -> N
     assert said == (f"; did you mean '{meant}'?" if meant else "; --help-config shows every key")
 
 
+def test_a_key_with_a_dot_in_a_mapping_is_told_its_section() -> None:
+    with refused("optim.lr optim: {lr:"):
+        make_recipe({"epochs": 1, "optim.lr": 0.1})
+
+
 @pytest.mark.parametrize("command", ["train", "doctor"])
 def test_a_key_and_its_value_alone_are_a_setting(command: str) -> None:
     words = [command, "digits", "optim.lr=0.1", "--set", "epochs=2", "--out", "x", "max_steps=3"]

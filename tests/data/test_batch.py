@@ -19,7 +19,7 @@ def test_a_batch_gives_its_fields_by_name_and_counts_samples() -> None:
     assert len(one) == 3
     assert [*one.keys()] == ["x", "label"] and dict(**one)["label"].tolist() == [0, 1, 2]
     assert (one.num_items, one.longest) == (6, 2)
-    with pytest.raises(KeyError, match=r"y.*x, label"):
+    with pytest.raises(KeyError, match=r"y.*'x', 'label'"):
         one["y"]
     with pytest.raises(TypeError):  # it would give names
         _, _ = one  # type: ignore[misc]

@@ -318,6 +318,14 @@ def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], messa
         CustomTask(type("Mine", (Small,), attributes)(), "mine")
 
 
+@pytest.mark.parametrize(
+    ("taken", "told"), [(lambda batch: [*batch], 'batch["x"] "0"'), (lambda batch: batch[0], "0 'x' 'y'")]
+)
+def test_what_takes_a_batch_apart_as_a_tuple_is_told_the_names(taken: Any, told: str) -> None:
+    with refused(told):
+        check(loss=lambda _, model, batch: model(taken(batch)[0]))
+
+
 def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return {"loss": model(batch.fields["x"])[:, 0], "score": batch.fields["x"][:, 0]}
 

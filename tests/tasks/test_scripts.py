@@ -138,7 +138,7 @@ def test_vae(attempt: Attempt) -> None:
 def test_dcgan(attempt: Attempt) -> None:
     it = attempt("dcgan", "DCGAN", {"epochs": 2}, data=few(32, 16), nz=8, ngf=4, ndf=4, RECIPE=SMALL)
     generator, critic, losses = it.model.generator, it.model.critic, Losses()
-    adam = {"lr": 0.0002, "betas": (0.5, 0.999)}
+    adam: Any = {"lr": 0.0002, "betas": (0.5, 0.999)}
     of_critic, of_generator = (torch.optim.Adam(one.parameters(), **adam) for one in (critic, generator))
     for _ in range(2):
         for batch in it.batches(2, "image"):
@@ -186,7 +186,7 @@ def test_word_language_model(attempt: Attempt) -> None:
         return model.decoder(model.drop(out)).transpose(0, 1).reshape(-1, 30), hidden
 
     for _ in range(2):
-        hidden = torch.zeros(2, 4, 12), torch.zeros(2, 4, 12)
+        hidden: Any = (torch.zeros(2, 4, 12), torch.zeros(2, 4, 12))
         for (word, wanted), _ in zip(batches(torch.from_numpy(text[:400])), it.batches(3), strict=True):
             hidden = tuple(one.detach() for one in hidden)
             model.zero_grad()
@@ -223,7 +223,7 @@ def test_siamese(attempt: Attempt) -> None:
     model, losses = it.model, Losses()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-    pairs = []
+    pairs = list[bytes]()
     for _ in range(2):
         for batch in it.batches(3):
             optimizer.zero_grad()

@@ -88,7 +88,11 @@ def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     dotted = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         inside = problem["input"]
-        return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
+        meant = _nearest_key(dotted, known, isinstance(inside, dict))
+        if dotted in known:  # as one key of the outermost mapping
+            section, _, key = dotted.partition(".")
+            meant = f"; in a mapping it is {section}: {{{key}: …}}"
+        return f"unknown key '{dotted}'{meant}{more}"
     dotted = _key_of(problem["loc"], known)
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")

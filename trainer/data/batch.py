@@ -55,7 +55,7 @@ class Batch:
         try:
             return self.fields[name]
         except KeyError:
-            raise KeyError(f"no field {name!r}; the fields are {', '.join(self.fields)}") from None
+            raise KeyError(f"no field {name!r}; the fields are {', '.join(map(repr, self.fields))}") from None
 
     def __contains__(self, name: object) -> bool:
         """True if there is a field of this name."""

@@ -38,7 +38,9 @@ def of_class(own: Any) -> str:
 
 
 def of_error(error: Exception) -> str:
-    """Returns a hint on a missing attribute that another trainer's base class has; else ""."""
+    """Returns a hint on a missing attribute that another trainer's base class has, or on a batch; else ""."""
+    if isinstance(error, TypeError) and "'Batch' object is not iterable" in str(error):
+        return ' (a field has a name: batch["x"], of tuples "0", "1" and so on)'
     name = getattr(error, "name", None) if isinstance(error, AttributeError) else None
     return f" ({name} is here {_COUNTERPARTS[name]}; see {PAGE})" if name in _COUNTERPARTS else ""
 

@@ -36,7 +36,8 @@ GIVEN = {
     "summarize": "metrics by name, each a number",
     "transforms": "a function, or a list of them, that each take a training sample and give it back changed",
     "optimizer": "a torch.optim.Optimizer of the model's parameters, whose step() needs no arguments",
-    "scheduler": "a scheduler of torch.optim.lr_scheduler, whose step() follows each update",
+    "scheduler": "a scheduler of torch.optim.lr_scheduler, whose step() follows each update; it may ask for "
+    "steps (of the run) and epoch_steps",
 }
 # Optional methods and attributes of a task.
 OPTIONAL_METHODS = (

@@ -36,7 +36,7 @@ from trainer.tasks.custom import CustomTask
 from trainer.train.anomaly import AnomalyLog
 from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint
 from trainer.train.components.run import build
-from trainer.train.components.task import make_plan, make_task
+from trainer.train.components.task import make_plan, make_task, refuse_padding
 from trainer.train.loop import train
 from trainer.train.outputs import Outputs
 from trainer.train.saving import Checkpoints
@@ -180,6 +180,7 @@ def train_steps(
             stack.enter_context(config.patch(fallback_random=True))
         run = build(recipe, subject.task, world, workers)
         stack.callback(run.close)
+        refuse_padding(run.plan, subject.task, run.state.model)
         if recipe.compile.mode != "none" and not run.compiled:
             raise BadInputError(next(note for note in run.notes if note.startswith("compile.mode")))
         if recipe.compile.mode == "none":

@@ -296,12 +296,26 @@ def _refuse_sparse(recipe: Recipe, task: Task) -> None:
         )
 
 
-def _padding_is_seen(plan: Plan, task: Task) -> bool:
-    """True if a model gets samples of weight 0, or BatchNorm a single one; a custom task gets none."""
-    rest = plan.samples % plan.global_batch_size
-    if plan.last != "weighted" or not rest:
-        return False
-    return not isinstance(task, CustomTask) or rest - plan.global_batch_size + plan.micro_batch_size < 2
+def refuse_padding(plan: Plan, task: Task, model: nn.Module) -> None:
+    """Refuses BatchNorm where it would get samples of weight 0, or a single sample.
+
+    From a custom task padding is cut away, but for micro-batches of nothing else.
+    """
+    last = plan.samples % plan.global_batch_size or plan.global_batch_size  # samples of an epoch's last step
+    few = not isinstance(task, CustomTask) or last - plan.global_batch_size + plan.micro_batch_size < 2
+    if (
+        plan.last == "weighted"
+        and few
+        and any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+            for m in model.modules()
+        )
+    ):
+        raise BadInputError(
+            "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
+            "statistics; "
+            "use data.last_batch=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
+        )
 
 
 def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = True) -> None:
@@ -340,15 +354,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
     if fresh and (weights := find_weights(recipe.model)) is not None:
         load_initial(model, weights.file, recipe.model.reinit)
     fine_tune(model, recipe.model)
-    if _padding_is_seen(plan, task) and any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
-        for m in model.modules()
-    ):
-        raise BadInputError(
-            "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
-            "statistics; "
-            "use data.last_batch=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
-        )
+    refuse_padding(plan, task, model)
     candidates(recipe.memory, model)
     check_sharding(recipe.parallel, model, world_size, brings_optimizer(task))
     check_updates(recipe, task, model, plan)
