@@ -23,9 +23,10 @@ from trainer.distributed.parallel import sum_over_ranks
 from trainer.errors import BadInputError
 
 _NAMES = 5
-_APART = 31  # steps: a prime, so that what moves at every 100th call, say, is met in time
+_APART = 127  # steps: at most 1 % of the time; a prime, so that what moves at every 100th call is met, too
 _WHOLE = 64 << 20  # bytes
 _SAMPLE = 64 << 10  # bytes
+_WORD = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -172,14 +173,16 @@ class StillTensors:
         return not step % _APART and bool(self._slots)
 
     def _parts(self) -> list[torch.Tensor]:
-        """Returns the bits that are compared, uint8 (n,) each: all, or those at fixed places."""
+        """Returns the bits that are compared, int64 (n,) each: all, or those at fixed places."""
         parts = []
         for name, at in self._slots.items():
             tensor = at.tensors[at.key]
             if tensor is None or tensor.shape != self._shapes[name]:
                 raise BadInputError(_changed(name))
-            some = tensor.detach().reshape(-1)[:: self._strides[name]]
-            parts.append(some.contiguous().view(torch.uint8))
+            some = tensor.detach().reshape(-1)[:: self._strides[name]].contiguous().view(torch.uint8)
+            if len(some) % _WORD or some.storage_offset() % _WORD:
+                some = nn.functional.pad(some, (0, -len(some) % _WORD))
+            parts.append(some.view(torch.int64))
         return parts
 
     def look(self) -> None:
