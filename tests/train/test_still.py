@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed as dist, nn
 
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import make_recipe, rows_to
@@ -52,6 +52,8 @@ class Net(nn.Module):
                 self.center = self.center + 1
             case "teacher":
                 self.teacher.weight.data.lerp_(self.student.weight, 0.1)
+            case "one rank" if dist.is_initialized() and dist.get_rank():
+                self.center.add_(1)
             case "seldom" if not self.calls % 10:
                 self.teacher.weight.add_(1)
             case "cache":
@@ -130,6 +132,11 @@ def test_what_moves_late_ends_the_run_by_name(ranks: Ranks, kind: str, name: str
         assert named(line, name)
 
 
+def test_what_moves_on_one_rank_ends_both(ranks: Ranks) -> None:
+    for line in ranks.run(2, ends, "one rank", 4):
+        assert named(line, "center")
+
+
 def test_what_moves_seldom_is_met() -> None:
     assert named(ends(ALONE, "seldom", 4, 300), "teacher.weight")
 
@@ -184,7 +191,7 @@ def test_nothing_moved_where_nan_stays_nan() -> None:
 
 
 def test_of_large_tensors_places_are_compared_and_small_ones_whole() -> None:
-    model = held(large=torch.zeros(17 << 20), small=torch.zeros(1 << 20))
+    model = held(large=torch.zeros(5 << 20), small=torch.zeros(1 << 20))
     still = StillTensors(model, ["large", "small"])
     still.look()
     assert sum(part.nbytes for part in vars(still).values() if torch.is_tensor(part)) < 5 << 20
