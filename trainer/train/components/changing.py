@@ -45,7 +45,7 @@ class _Seen:
 
     Attributes:
         changed: Tensors that they changed.
-        differ: Those of the parameters among them whose change depends on the samples.
+        differ: The parameters among them whose change depends on the samples, or may do so.
         in_part: Buffers that a pass writes in part.
         error: The exception that ended the trial, as text; "" if there was none.
         remade: A tensor that the passes made, replaced or reshaped; "" if there is none.
@@ -167,11 +167,9 @@ def _try(task: Task, model: nn.Module) -> _Seen:
             other.load_state_dict(model.state_dict())
             batches = _two_batches(task)
             _look_at(seen, other, twin, batches)
-            moved = [name for name, _ in other.named_parameters() if name in seen.changed]
-            seen.differ = set(moved)
-            if moved and not seen.remade and isinstance(task, CustomTask):
+            if seen.differ and not seen.remade and isinstance(task, CustomTask):
                 with suppress(Exception):  # changes that can't be tried count as dependent on the samples
-                    seen.differ = _dependent(model, other, twin, moved, batches)
+                    seen.differ = _dependent(model, other, twin, seen.differ, batches)
     except Exception as error:  # a model may not suit blank samples, or the CPU
         what = (str(error).strip() or "no message").splitlines()[0]
         seen.error = f"{type(error).__name__}: {what[:_LETTERS]}"
@@ -224,6 +222,7 @@ def _look_at(seen: _Seen, other: nn.Module, twin: Task, batches: Sequence[Batch]
                 moved.add(name)
             if name in written and (now == was[2]).any() and (now != was[2]).any():
                 seen.in_part.add(name)
+        seen.differ = moved & parameters.keys()
         seen.changed = moved | _of_their_kind(moved, {name: slots[name] for name in buffers}, means)
     now_there = {name: slots[name].tensors.get(slots[name].key) for name in buffers}
     replaced = (n for n, one in buffers.items() if id(one) in statistics and now_there[n] is not one)
@@ -239,7 +238,7 @@ def _of_their_kind(moved: set[str], buffers: Mapping[str, TensorSlot], means: se
 
 
 def _dependent(
-    model: nn.Module, other: nn.Module, twin: Task, moved: Sequence[str], batches: Sequence[Batch]
+    model: nn.Module, other: nn.Module, twin: Task, moved: set[str], batches: Sequence[Batch]
 ) -> set[str]:
     """Returns the moved parameters whose change depends on the samples.
 
