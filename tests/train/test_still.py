@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist, nn
+from torch import nn
 
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import make_recipe, rows_to
@@ -41,7 +41,8 @@ class Net(nn.Module):
             self.calls += 1
             if self.calls > 2:
                 self.move(made)
-        return (made - self.teacher(x) + self.center).square().sum(1)
+        result: torch.Tensor = (made - self.teacher(x) + self.center).square().sum(1)
+        return result
 
     @torch.no_grad()
     def move(self, made: torch.Tensor) -> None:
@@ -52,8 +53,6 @@ class Net(nn.Module):
                 self.center = self.center + 1
             case "teacher":
                 self.teacher.weight.data.lerp_(self.student.weight, 0.1)
-            case "one rank" if dist.is_initialized() and dist.get_rank():
-                self.center.add_(1)
             case "seldom" if not self.calls % 10:
                 self.teacher.weight.add_(1)
             case "cache":
@@ -132,11 +131,6 @@ def test_what_moves_late_ends_the_run_by_name(ranks: Ranks, kind: str, name: str
         assert named(line, name)
 
 
-def test_what_moves_on_one_rank_ends_both(ranks: Ranks) -> None:
-    for line in ranks.run(2, ends, "one rank", 4):
-        assert named(line, "center")
-
-
 def test_what_moves_seldom_is_met() -> None:
     assert named(ends(ALONE, "seldom", 4, 300), "teacher.weight")
 
@@ -160,11 +154,21 @@ def held(**tensors: torch.Tensor) -> nn.Module:
     return model
 
 
-def first(model: nn.Module, still: StillTensors, act: Any) -> int:
+def first(model: nn.Module, still: StillTensors, act: Any, world: World = ALONE) -> int:
     still.look()
     act(model)
     still.compare()
-    return int(still.first_moved(None))
+    return int(still.first_moved(world.group))
+
+
+def first_of_ranks(world: World) -> int:
+    model = held(one=torch.zeros(3), other=torch.zeros(3))
+    still = StillTensors(model, ["one", "other"])
+    return first(model, still, lambda own: own.other.add_(world.rank), world)
+
+
+def test_what_moves_on_one_rank_is_known_to_both(ranks: Ranks) -> None:
+    assert ranks.run(2, first_of_ranks) == [2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
