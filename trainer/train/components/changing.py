@@ -203,7 +203,7 @@ def _look_at(seen: _Seen, other: nn.Module, twin: Task, batches: Sequence[Batch]
                 if parameter.requires_grad:  # a teacher that equals its student would show no change
                     parameter.mul_(_OTHER).add_(_OTHER - 1)
             for name in written:  # entries that are equal afterwards are those that the pass leaves alone
-                other.get_buffer(name).add_(1)
+                other.get_buffer(name).add_(_OTHER)  # no count, which the pass may give again
         before = {name: _look(at) for name, at in slots.items()}
         try:
             _forward(other, twin, batch, step)
