@@ -126,6 +126,7 @@ def rows_to(
         checksums,
         run.state.logged,
         sources,
+        None if run.still is None else run.still.refuse,
     )
     return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan), tuple(each_step))
 

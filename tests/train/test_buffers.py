@@ -185,7 +185,7 @@ def test_what_changes_is_tried_on_few_samples_and_leaves_no_trace() -> None:
             seed(1)
         Task.sizes.clear()
         run = built(World(0, 1, 0, torch.device("cpu"), None), task)
-        assert Task.sizes == [2] * 4
+        assert Task.sizes == [4] * 2
         assert not run.state.model.get_buffer("seen")
         assert any("seen" in note for note in run.notes)
         torch.default_generator.manual_seed(2)
@@ -246,7 +246,6 @@ def test_it_is_said_where_nothing_could_be_tried(ranks: Ranks) -> None:
     for refused, notes in ranks.run(2, told, "raises"):
         assert not refused
         assert "(AssertionError: nothing but zeros)" in notes and "mean" in notes
-    assert ranks.run(1, told, "raises")[0] == ("", "")
 
 
 class Branching(nn.Module):

@@ -318,6 +318,24 @@ def test_a_cache_may_be_made_in_a_forward_pass() -> None:
     CustomTask(Own(lambda: Lazy("cache")), "own").check()
 
 
+class Listed(nn.Module):
+    """Gives a list in training mode, or in evaluation mode."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.linear, self.listed = nn.Linear(4, 1, dtype=F64), training
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = self.linear(x).sum(1)
+        return [made] if self.training is self.listed and torch.is_grad_enabled() else made
+
+
+def test_a_list_in_training_mode_is_refused_and_in_evaluation_mode_is_left_alone() -> None:
+    with refused("loss list"):
+        CustomTask(Own(lambda: Listed(True)), "own").check()
+    CustomTask(Own(lambda: Listed(False)), "own").check()
+
+
 @pytest.mark.parametrize("what", ["buffer", "parameter"])
 def test_expanded_tensors_are_named(what: str) -> None:
     def make() -> nn.Module:

@@ -134,6 +134,7 @@ class MetricLogger:
         checksums: Checksums | None = None,
         logged: Logged | None = None,
         sources: Sources | None = None,
+        refuse: Callable[[int], None] | None = None,
     ) -> None:
         """Starts where an earlier attempt stopped.
 
@@ -142,6 +143,7 @@ class MetricLogger:
                 over the steps since the last call but for as many as "left_out" says, all others are values
                 of the last step.
             logged: The last metrics record so far; updated in place.
+            refuse: Takes "moved" where it isn't 0, and ends the run.
         """
         self._plan = plan
         self._device = device
@@ -152,6 +154,7 @@ class MetricLogger:
         self._later = deque[_Later]()
         self.logged = logged or Logged()
         self._sources = sources or Sources()
+        self._refuse = refuse
         self._timeline = DeviceTimeline() if device.type == "cuda" else None
         PHASE_TIMER.on_device = self._timeline
         self._reading = clock_reading(self.logged.step)
@@ -246,6 +249,8 @@ class MetricLogger:
         while self._later and self._later[0].at.step < staged.end.step:
             self._tell_first()
         metrics = dict(zip(staged.names, staged.values.tolist(), strict=True))
+        if (moved := metrics.pop("moved", 0)) and self._refuse is not None:
+            self._refuse(int(moved))
         made = staged.steps - metrics.pop("left_out", 0)
         for name, value in metrics.items():
             if name == "loss" or name.startswith(("loss/", "watched/")):

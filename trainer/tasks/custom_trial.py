@@ -91,7 +91,7 @@ def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> 
 
 def _training_batch(task: OwnMethods) -> Batch:
     count = min(_TRIED, len(task.train_data))
-    return _few(task, np.arange(max(2, count)) % count)  # BatchNorm needs two samples
+    return few_samples(task, np.arange(max(2, count)) % count)  # BatchNorm needs two samples
 
 
 def try_task(task: OwnMethods) -> dict[str, str]:
@@ -204,7 +204,7 @@ def _try_loss(task: OwnMethods, model: nn.Module) -> dict[str, str]:
     def losses(samples: Ints, seed: int) -> dict[str, Values]:
         torch.default_generator.manual_seed(seed)
         # With gradients enabled: a loss may compute gradients itself.
-        values = task.read_loss(task.given_loss(model, _few(task, samples)), len(samples))
+        values = task.read_loss(task.given_loss(model, few_samples(task, samples)), len(samples))
         return dict(zip(task.losses or ("loss",), values, strict=True))
 
     samples = np.arange(min(_TRIED, len(task.train_data)))
@@ -234,7 +234,7 @@ def _try_values(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]
 def _try_means(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:
     """Rejects sums among the means; tells whether the mean of a step depends on its micro-batches."""
     try:
-        found = of_halves(losses, samples, lambda some: _few(task, some).num_items)
+        found = of_halves(losses, samples, lambda some: few_samples(task, some).num_items)
     except Exception:  # BatchNorm in training mode has to have two samples
         return {"means": "a mean whose dependence on the micro-batch couldn't be tried"}
     if sums := [name for name, why in found.items() if why is None]:
@@ -281,7 +281,7 @@ def _try_measure(task: OwnMethods, model: nn.Module) -> None:
 
 def _measured(task: OwnMethods, model: nn.Module, samples: Ints) -> dict[str, Values]:
     """Calls `measure` on some samples and checks each result; returns them by name."""
-    batch = _few(task, samples, evaluation=True)
+    batch = few_samples(task, samples, evaluation=True)
     try:
         with torch.no_grad(), _dtypes_explained(model, batch):
             given = task._call("measure", task.given_measure, model, batch)
@@ -372,7 +372,8 @@ def _dtypes_explained(model: nn.Module, batch: Batch) -> Iterator[None]:
         raise
 
 
-def _few(task: OwnMethods, samples: Ints, evaluation: bool = False) -> Batch:
+def few_samples(task: OwnMethods, samples: Ints, evaluation: bool = False) -> Batch:
+    """Reads samples of a task into a batch, on the CPU, with 0.5 for each uniform random number."""
     data = task.evaluation_data if evaluation else task.train_data
     out = {n: np.zeros((len(samples), *f.shape), f.dtype) for n, f in data.fields.items()}
     numbers = None if evaluation else np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)

@@ -260,7 +260,8 @@ def _served(folder: Path, run: Run, manifest: Manifest, writer: BackgroundWriter
 
 def _make_logger(run: Run, sinks: list[Sink], checksums: Checksums | None, sources: Sources) -> MetricLogger:
     take, logged = partial(take_metrics, run), run.state.logged
-    return MetricLogger(run.plan, run.world.device, sinks, take, checksums, logged, sources)
+    refuse = None if run.still is None else run.still.refuse
+    return MetricLogger(run.plan, run.world.device, sinks, take, checksums, logged, sources, refuse)
 
 
 def _compiled(run: Run, progress_bar: ProgressBar) -> Callable[[int], None]:

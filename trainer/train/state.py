@@ -24,6 +24,7 @@ from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World
 from trainer.distributed.sharding import Rows, own_part, own_rows, parameter_of, weights, whole_shapes
 from trainer.models.batchnorm import StepStatistics
+from trainer.models.buffers import StillTensors
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import Precision
 from trainer.observe.diagnosis import explained
@@ -119,6 +120,7 @@ class Run:
         recent: Loss and gradient norm of the last steps, for anomaly detection; or None.
         nonfinite: Finds the first module whose output isn't finite, or None.
         generators: Random generators that a forward pass may draw from; seeded for each micro-batch.
+        still: What no forward pass is to change, where a step has several micro-batches; or None.
         host_generators: Those among them that are numpy's and Python's, or None.
         first_key: Seed of this rank's first micro-batch in step 0.
         loader: Loads the batches of `share`.
@@ -157,6 +159,7 @@ class Run:
     notes: tuple[str, ...]
     losses: tuple[str, ...] = ()
     host_generators: HostGenerators | None = None
+    still: StillTensors | None = None
     evaluation_sets: tuple[EvaluationSet, ...] = ()
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     # Read in every step, so not through three attributes each.

@@ -70,6 +70,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
     state, reduction, precision, items = run.state, run.reduction, run.precision, run.items
     expected, last = items.begin(step), run.gradient_accumulation_steps - 1
     first_key = run.first_key + step * run.micro_batches
+    still = run.still if run.still is not None and run.still.due(step) else None
     PHASE_TIMER.step = step + 1
     for index in range(run.gradient_accumulation_steps):
         enter_phase("data")
@@ -80,8 +81,12 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
             generator.manual_seed(first_key + index)
         enter_phase("forward")
         with reduction.micro_batch(index == last):
+            if still is not None:
+                still.look()
             with precision.autocast:
                 loss = run.replica(batch) / expected
+            if still is not None:
+                still.compare()
             # Before backward: there activation checkpointing repeats the forward pass, and its updates.
             statistics = state.statistics.of_micro_batch()
             enter_phase("backward")
@@ -132,8 +137,8 @@ def _update(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor | None:
 def take_metrics(run: Run) -> dict[str, torch.Tensor]:
     """Returns metrics by name, each (), on the device; collective.
 
-    Losses are sums over the steps since the last call, without the `left_out` ones; the other metrics are
-    those of the last step.
+    Losses are sums over the steps since the last call, without the `left_out` ones; `moved` is that of
+    `StillTensors`; the other metrics are those of the last step.
     """
     state = run.state
     loss = sum_over_ranks(state.loss.clone(), run.reduction.loss_group)
@@ -143,6 +148,8 @@ def take_metrics(run: Run) -> dict[str, torch.Tensor]:
         metrics["left_out"] = state.left_out.clone()
         state.left_out.zero_()
     metrics |= {"lr": state.lr.of_last_update(), "updates": state.lr.updates[0]}
+    if run.still is not None:
+        metrics["moved"] = run.still.first_moved(run.world.group)
     if run.max_grad_norm or run.recent is not None:
         metrics["grad_norm"] = state.norm
     if state.scaler is not None:

@@ -214,7 +214,12 @@ def train_steps(
             did["workers"] = max(did["workers"], len(multiprocessing.active_children()) - children)
 
         logger = MetricLogger(
-            run.plan, world.device, [rows.append], partial(take_metrics, run), logged=run.state.logged
+            run.plan,
+            world.device,
+            [rows.append],
+            partial(take_metrics, run),
+            logged=run.state.logged,
+            refuse=None if run.still is None else run.still.refuse,
         )
         checkpoints = Checkpoints(run, writer)
         train(run, Outputs(logger, checkpoints, AnomalyLog(None, run.plan), (look,)), stop_after=stop_after)

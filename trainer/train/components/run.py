@@ -21,6 +21,7 @@ from trainer.errors import BadInputError
 from trainer.host.allocator import CUBLAS_WORKSPACE
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.batchnorm import StepStatistics
+from trainer.models.buffers import StillTensors
 from trainer.models.precision import (
     check_precision,
     gathered_in,
@@ -152,6 +153,7 @@ def build(
         nonfinite=prepared.nonfinite,
         generators=(*generators, *([host_generators] if host_generators else [])),
         host_generators=host_generators,
+        still=StillTensors(model, found.still) if found.still else None,
         first_key=first_key,
         loader=loader,
         evaluation_loader=main.loader,

@@ -1,0 +1,213 @@
+"""Promise: what a forward pass moves late ends a run of several micro-batches by name; all else goes on."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.refusals import named, refused
+from tests.helpers.toys import make_recipe, rows_to
+from tests.helpers.world import Ranks
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.models.buffers import StillTensors
+from trainer.tasks.custom import CustomTask
+from trainer.train.components.run import build
+from trainer.train.loop import train
+
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
+STEPS = 140
+
+
+class Net(nn.Module):
+    """Moves something, in the way that the kind names, after its first two calls."""
+
+    center: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.student(x)
+        if self.training:
+            self.calls += 1
+            if self.calls > 2:
+                self.move(made)
+        result: torch.Tensor = (made - self.teacher(x) + self.center).square().sum(1)
+        return result
+
+    @torch.no_grad()
+    def move(self, made: torch.Tensor) -> None:
+        match self.kind:
+            case "buffer":
+                self.center.data.add_(made.mean())
+            case "replaced":
+                self.center = self.center + 1
+            case "teacher":
+                self.teacher.weight.data.lerp_(self.student.weight, 0.1)
+            case "seldom" if not self.calls % 10:
+                self.teacher.weight.add_(1)
+            case "cache":
+                self.cache.add_(1)
+            case "limit":
+                self.student.weight.clamp_(-0.1, 0.1)
+            case "backward" if made.requires_grad:
+                made.register_hook(self.note)
+            case _:
+                pass
+
+    def note(self, gradient: torch.Tensor) -> None:
+        self.center.add_(gradient.abs().mean())
+
+
+class Own:
+    """A task of somebody's own; its optimizer moves the teacher now and then, if it is to."""
+
+    metric = "loss"
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def data(self) -> Any:
+        x = np.random.default_rng(0).normal(1, 1, (32, 4)).astype(np.float32)
+        return {"x": x}, {"x": x[:8]}
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(7)
+            return Net(self.kind)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        result: torch.Tensor = model(batch["x"])
+        return result
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": self.loss(model, batch)}
+
+    def optimizer(self, model: Net) -> torch.optim.Optimizer:
+        made, done = torch.optim.SGD(model.student.parameters(), 0.01), [0]
+
+        def follow(*_: Any) -> None:
+            done[0] += 1
+            if self.kind == "target network" and not done[0] % 5:
+                model.teacher.load_state_dict(model.student.state_dict())
+
+        made.register_step_post_hook(follow)
+        return made
+
+
+def ends(world: World, kind: str, micro_batch: int, steps: int = STEPS) -> str:
+    """How a run ends: the line, or "" after its last step."""
+    recipe = make_recipe(
+        epochs=1 + steps // 4,
+        max_steps=steps,
+        data={"global_batch_size": 8, "micro_batch_size": micro_batch},
+        log={"every": 8},
+        parallel={"threads": 1},
+    )
+    run = build(recipe, CustomTask(Own(kind), "own"), world, 0)
+    try:
+        train(run, rows_to(run))
+    except BadInputError as error:
+        assert run.state.step < steps
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("buffer", "center"), ("replaced", "center"), ("teacher", "teacher.weight")]
+)
+def test_what_moves_late_ends_the_run_by_name(ranks: Ranks, kind: str, name: str) -> None:
+    assert named(ends(ALONE, kind, 2), name)
+    for line in ranks.run(2, ends, kind, 4):
+        assert named(line, name)
+
+
+def test_what_moves_seldom_is_met() -> None:
+    assert named(ends(ALONE, "seldom", 4, 300), "teacher.weight")
+
+
+@pytest.mark.parametrize("kind", ["target network", "cache", "limit", "backward", ""])
+def test_what_forward_passes_leave_alone_ends_nothing(kind: str) -> None:
+    assert not ends(ALONE, kind, 2)
+
+
+def test_one_micro_batch_a_step_is_plain_pytorchs() -> None:
+    assert not ends(ALONE, "buffer", 8)
+
+
+# --- the comparison ---
+
+
+def held(**tensors: torch.Tensor) -> nn.Module:
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+    return model
+
+
+def first(model: nn.Module, still: StillTensors, act: Any, world: World = ALONE) -> int:
+    still.look()
+    act(model)
+    still.compare()
+    return int(still.first_moved(world.group))
+
+
+def first_of_ranks(world: World) -> int:
+    model = held(one=torch.zeros(3), other=torch.zeros(3))
+    still = StillTensors(model, ["one", "other"])
+    return first(model, still, lambda own: own.other.add_(world.rank), world)
+
+
+def test_what_moves_on_one_rank_is_known_to_both(ranks: Ranks) -> None:
+    assert ranks.run(2, first_of_ranks) == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("at", range(4))
+def test_one_bit_of_any_tensor_is_seen(dtype: torch.dtype, at: int) -> None:
+    sizes = {"t0": 3, "t1": 1, "t2": 7, "t3": 2}
+    model = held(**{name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()})
+    still, name = StillTensors(model, [*sizes]), [*sizes][at]
+    assert first(model, still, lambda _: None) == 0
+
+    def flip(_: Any) -> None:
+        model.get_buffer(name).view(torch.uint8)[-1] ^= 1
+
+    assert first(model, still, flip) == at + 1
+    with refused(name):
+        still.refuse(at + 1)
+
+
+def test_nothing_moved_where_nan_stays_nan() -> None:
+    model = held(a=torch.full((3,), math.nan), b=torch.zeros(()), c=torch.zeros(2, dtype=torch.complex64))
+    still = StillTensors(model, ["a", "b", "c"])
+    assert first(model, still, lambda _: None) == 0
+    assert first(model, still, lambda own: own.b.copy_(torch.tensor(-0.0))) == 2
+
+
+def test_of_large_tensors_places_are_compared_and_small_ones_whole() -> None:
+    model = held(large=torch.zeros(5 << 20), small=torch.zeros(1 << 20))
+    still = StillTensors(model, ["large", "small"])
+    still.look()
+    assert sum(part.nbytes for part in vars(still).values() if torch.is_tensor(part)) < 5 << 20
+    still.compare()
+    assert first(model, still, lambda own: own.small[-1].add_(1)) == 2
+    assert first(model, still, lambda own: own.large.mul_(0.5).add_(1)) == 1
+
+
+def test_another_shape_is_refused_by_name() -> None:
+    model = held(odd=torch.zeros(3))
+    still = StillTensors(model, ["odd"])
+    still.look()
+    model.odd = torch.zeros(4)
+    with refused("odd"):
+        still.compare()
