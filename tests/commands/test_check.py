@@ -125,6 +125,13 @@ def test_batchnorm_is_documented_over_micro_batches() -> None:
     assert "BatchNorm sees one micro-batch" in row.detail
 
 
+def test_batchnorm_is_not_compared_over_micro_batches_of_padding() -> None:
+    """The last of three steps has four samples: one micro-batch of four and, of two, one with none."""
+    own = type("Odd", (Normed,), {"RECIPE": {"epochs": 2, "data": {"last_batch": "weighted"}}})
+    report = check(own, only=["plain", "micro-batches-2"])
+    assert [row.verdict for row in report.rows] == ["equal", "not compared"], str(report)
+
+
 def test_float32_is_told_with_its_reason() -> None:
     class Narrow(Small):
         def loss(self, model: nn.Module, batch: Any) -> Any:

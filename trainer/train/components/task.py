@@ -312,9 +312,9 @@ def refuse_padding(plan: Plan, task: Task, model: nn.Module) -> None:
         )
     ):
         raise BadInputError(
-            "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
-            "statistics; "
-            "use data.last_batch=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
+            "data.last_batch=weighted: in the last step of an epoch BatchNorm would get padding (samples of "
+            "weight 0) or a single sample; use data.last_batch=cross or drop, or a model without BatchNorm "
+            "(small_resnet: model.norm=group)"
         )
 
 
