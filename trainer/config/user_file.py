@@ -201,10 +201,15 @@ def _close(folder: str) -> None:
     invalidate_caches()
 
 
+_STRAY = ("example", "examples", "test", "tests")  # which packages leave beside themselves by mistake
+
+
 def _is_taken(name: str, folder: str) -> bool:
     """True if Python, an installed package outside of the folder or the trainer has a top-level name."""
     if name in sys.stdlib_module_names or name in ("trainer", "__main__"):
         return True
+    if name in _STRAY:
+        return False
     spec = machinery.PathFinder.find_spec(
         name, [one for one in sys.path if is_installed(one) and one != folder]
     )
