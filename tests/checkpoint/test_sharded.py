@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import uuid
 import weakref
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -29,7 +30,7 @@ from trainer.checkpoint.store import listing
 from trainer.cli import main
 from trainer.commands.verify import replay as replaying
 from trainer.config.recipe_file import load_recipe
-from trainer.distributed.parallel import World
+from trainer.distributed.parallel import World, words_of_ranks
 from trainer.host import files
 from trainer.train.components.checkpoint_choice import newest_checkpoint
 from trainer.train.components.run import build
@@ -66,19 +67,17 @@ def asked_run(world: World, request: Request) -> tuple[int, str]:
         for name, value in names.items():
             patch.setenv(name, str(value))
         patch.setattr(trainer, "joined_world", lambda *_: nullcontext(world))
-        patch.setattr(trainer, "open_store", lambda _: _store(world, request))
+        patch.setattr(trainer, "open_store", lambda _: _store(world))
         code = trainer.train_rank(request).code
     return code, said.getvalue()
 
 
-def _store(world: World, request: Request) -> Any:
+def _store(world: World) -> Any:
     """A part of the store in which these ranks have met, for this attempt."""
     if world.size == 1:
         return None
-    assert request.folder is not None
-    manifest = request.folder / "manifest.json"
-    attempt = manifest.stat().st_mtime_ns if manifest.exists() else 0
-    return PrefixStore(f"{request.folder}/{attempt}", distributed_c10d._get_default_store())
+    attempt = words_of_ranks(uuid.uuid4().hex, world)[0]
+    return PrefixStore(attempt, distributed_c10d._get_default_store())
 
 
 def run_on(
