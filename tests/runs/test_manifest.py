@@ -38,6 +38,7 @@ KEYS = [
         "weights",
         "anomalies",
         "out_of_patience",
+        "finished_by_hook",
         "status",
     ),
 ]

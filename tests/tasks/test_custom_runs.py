@@ -364,9 +364,12 @@ class Masking(Small):
         return factor * torch.nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="none").sum(1)
 
 
-@pytest.mark.usefixtures("here")
-def test_what_a_loss_draws_from_numpy_and_python_is_keyed() -> None:
+def test_what_a_loss_draws_from_numpy_and_python_is_keyed(here: Path) -> None:
     """So a run that is resumed has the same bits; and the process has its generators' states back."""
+    preloaded.call(keyed, cwd=here)  # without pytest's threads
+
+
+def keyed() -> None:
     settings = {"epochs": 4, "data.global_batch_size": 4, "data.micro_batch_size": 2, "parallel.threads": 1}
     whole = trainer.fit(Masking, settings)
     np.random.seed(7)
@@ -388,6 +391,10 @@ def test_what_a_loss_draws_from_numpy_and_python_is_keyed() -> None:
 
 
 def test_check_keys_them_alike() -> None:
+    preloaded.call(checked_alike)
+
+
+def checked_alike() -> None:
     report = trainer.check(Masking, only=["plain", "again"])
     assert [row.verdict for row in report.rows] == ["equal", "equal"]
 

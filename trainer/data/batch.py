@@ -63,7 +63,9 @@ class Batch:
 
     def __len__(self) -> int:
         """Returns the number of samples; padding counts."""
-        return len(next(iter(self.fields.values()), ()))
+        for values in self.fields.values():
+            return len(values)
+        return 0
 
     def keys(self) -> KeysView[str]:
         """Returns the names of the fields, so that `model(**batch)` works."""

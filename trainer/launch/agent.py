@@ -22,6 +22,7 @@ from typing import Any
 from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.host.files import write_whole
 from trainer.host.interfaces import from_files_alone
+from trainer.host.torch_build import torch_build
 from trainer.launch import as_launcher
 from trainer.launch.exit_record import TORCHRUN, ExitRecord, record_of
 from trainer.launch.folder import read_launch, write_launch
@@ -47,11 +48,10 @@ def store_on(listening: socket.socket, address: str) -> Any:
         "multi_tenant": True,
         "master_listen_fd": file,
     }
+    if torch_build().version.startswith("2.5."):  # by libuv it opens its port itself
+        how["use_libuv"] = False
     with from_files_alone(address):
-        try:
-            return TCPStore(address, port, **how)
-        except NotImplementedError:  # by libuv torch 2.5 opens its port itself
-            return TCPStore(address, port, use_libuv=False, **how)
+        return TCPStore(address, port, **how)
 
 
 def main(folder: Path, module: str, options: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -185,20 +185,37 @@ def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any
     return found
 
 
-def make_hooks(found: Sequence[tuple[str, Any]], rank: int) -> list[Any]:
-    """Returns the hooks of a rank: all on rank 0, elsewhere those with `ranks = "all"`.
+class HooksOfRank(NamedTuple):
+    """Hooks of a rank.
+
+    Attributes:
+        made: The objects.
+        ask: True if one of the job's hooks asks for the model; equal on all ranks.
+    """
+
+    made: list[Any]
+    ask: bool
+
+
+def make_hooks(config: HooksConfig, brought: Sequence[Any], rank: int) -> HooksOfRank:
+    """Makes the hooks of a rank: all on rank 0, elsewhere those with `ranks = "all"`.
+
+    Args:
+        config: The section `hooks`.
+        brought: See `find_hooks`.
+        rank: Number of the rank.
 
     Raises:
         BadInputError: If a class can't be called without arguments.
     """
-    made = []
+    made, found = list[Any](), find_hooks(config, brought)
     for name, one in found:
         if rank == 0 or getattr(one, "ranks", "first") == "all":
             try:
                 made.append(one() if inspect.isclass(one) else one)
             except _FAILURES as error:
                 raise BadInputError(f"hook {name}: {_text_of(error)}") from error
-    return made
+    return HooksOfRank(made, any_asks(found))
 
 
 def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:

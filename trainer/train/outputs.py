@@ -46,12 +46,10 @@ from trainer.train.components.updates import brings_optimizer
 from trainer.train.evaluate import shown_to_hooks
 from trainer.train.hooks import (
     HookRows,
-    any_asks,
+    HooksOfRank,
     checkpoint_hook,
-    find_hooks,
     hook_sink,
     load_sinks,
-    make_hooks,
 )
 from trainer.train.provenance import make_manifest
 from trainer.train.recording import open_recording, other_ranks_checksums, writable
@@ -123,7 +121,7 @@ def open_outputs(
     data: Mapping[str, str],
     notes: Sequence[str],
     anomalies: list[dict[str, Any]],
-    brought: Sequence[Any] = (),
+    given: HooksOfRank,
 ) -> Outputs:
     """Opens the outputs of this rank; the stack closes them.
 
@@ -135,17 +133,16 @@ def open_outputs(
         data: Fingerprints of the data, from `data_of`.
         notes: Lines for the manifest and the console.
         anomalies: Anomalies of earlier attempts that still hold.
-        brought: Hooks that `fit` was given.
+        given: Hooks of this rank.
 
     Raises:
         BadInputError: If the run folder can't be written, or lacks room.
     """
     folder, config = prepared.folder, run.recipe.hooks
-    found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
-    hooks = make_hooks(found, run.world.rank)
+    hooks = given.made
     asked, for_hooks = (
         list[str](),
-        partial(shown_to_hooks, run) if any_asks(found) else contextlib.nullcontext,
+        partial(shown_to_hooks, run) if given.ask else contextlib.nullcontext,
     )
     if run.world.rank:
         sinks = [hook_sink(hooks, config, model=run.state.model, asked=asked)] if hooks else []

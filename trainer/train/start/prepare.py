@@ -7,9 +7,11 @@ and open the data (`prepared_in_turns`).
 import os
 import secrets
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,14 +22,25 @@ from trainer.host.here import from_here
 from trainer.launch.worker import current
 from trainer.models.precision import check_precision
 from trainer.observe.console import warn
-from trainer.runs.folder import TOKEN, check_inside, claim_folder, lock, new_folder
+from trainer.runs.folder import (
+    TOKEN,
+    check_inside,
+    claim_folder,
+    has_checkpoint,
+    lock,
+    new_folder,
+    remove_unused,
+)
 from trainer.runs.manifest import Manifest, read_stored
+from trainer.runs.report.write import failure_reported
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.task import check_request, device_kind, make_task
+from trainer.train.hooks import HooksOfRank, make_hooks
 from trainer.train.request import PreparedRun, Request, as_json, from_json
 from trainer.train.start.checks import Start, check_start, threads_line
 from trainer.train.start.decision import Decision, Finished, From, Resume, decide
+from trainer.train.start.job import restarted
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 
 SHOWN_SECONDS = 60.0  # until a file server shows one host's new file to another
@@ -36,15 +49,18 @@ _READY_FACTOR = 3.0  # of the time that rank 0 took, and the other ranks may tak
 
 
 def prepared_in_turns(
-    request: Request, turns: Turns, stack: ExitStack, task: Task | None = None
-) -> tuple[PreparedRun, Task | None]:
-    """Returns what rank 0 has prepared, and the task, which each rank makes; None where nothing is trained.
+    request: Request, turns: Turns, stack: ExitStack, task: Task | None = None, hooks: Sequence[Any] = ()
+) -> tuple[PreparedRun, Task | None, HooksOfRank]:
+    """Returns what rank 0 has prepared, and the task and hooks of this rank.
+
+    The task is None where nothing is trained.
 
     Args:
         request: What the start asks for.
         turns: The ranks.
         stack: What it closes is held until the run's end.
         task: The task, where it is made already.
+        hooks: Hooks that `fit` was given.
 
     Raises:
         BadInputError: If a check fails.
@@ -57,6 +73,7 @@ def prepared_in_turns(
         if token:
             write_whole(own_folder(prepared.folder) / TOKEN, token)
             stack.callback(lambda: (prepared.folder / TOKEN).unlink(missing_ok=True))
+        stack.enter_context(_folder_kept(request, prepared))
         seconds = time.monotonic() - began
         say_to_all(turns, "prepared", {"token": token, "seconds": seconds, **as_json(prepared)})
         if given is None and isinstance(task, CustomTask) and prepared.ended is None:
@@ -79,8 +96,11 @@ def prepared_in_turns(
         say_to_all(turns, "opened-0")
     if isinstance(task, CustomTask):
         task.tried = prepared.tried
+    # Here, where all ranks hear of it if one can't be made.
+    brought = [*getattr(task, "hooks", ()), *hooks] if prepared.ended is None else []
+    made = make_hooks(prepared.recipe.hooks, brought, place.rank)
     wait_for_all(turns, request.recipe.parallel.timeout_s + _READY_FACTOR * seconds)
-    return prepared, task
+    return prepared, task, made
 
 
 def _prepared_on_this_host(request: Request, prepared: PreparedRun, token: str) -> PreparedRun:
@@ -102,6 +122,33 @@ def _shown(folder: Path) -> str:
     with suppress(OSError):
         return read_inside(folder / TOKEN, 100).decode(errors="replace")
     return ""
+
+
+@contextmanager
+def _folder_kept(request: Request, prepared: PreparedRun) -> Iterator[None]:
+    """Leaves the run folder for a restart; without a launcher, removes one in which no run has begun."""
+    worker, folder = current(), prepared.folder
+    made = prepared.made or request.made
+
+    def resumable() -> bool:
+        if made and worker is not None and worker.launch is None:
+            remove_unused(folder)
+        return has_checkpoint(folder, False, request.name)
+
+    if worker is not None:
+        worker.prepares(resumable)
+    if worker is not None and worker.launch is not None:
+        worker.leave_for_launcher(as_json(restarted(request, folder, made)))
+        yield
+        return
+    if request.marker is not None:
+        write_whole(request.marker, str(folder))
+    try:
+        with failure_reported(folder):
+            yield
+    finally:
+        if made:
+            remove_unused(folder)
 
 
 def prepare(
@@ -140,12 +187,13 @@ def prepare(
             folder, made = new_folder(runs, request.name, recipe), True
         else:
             made = not (isinstance(decision, Resume) or request.again) and claim_folder(folder)
-        _hold(folder, stack)
-        if read_stored(folder) != _stored(decision):  # another process has trained there meanwhile
-            decision = decided(folder)
+        with _removed_if_refused(folder if made else None):
+            _hold(folder, stack)
+            if read_stored(folder) != _stored(decision):  # another process has trained there meanwhile
+                decision = decided(folder)
+            if isinstance(decision, From):
+                keep_beginning(folder, decision.checkpoint)
     begun_from = decision.checkpoint if isinstance(decision, From) else None
-    if begun_from is not None:
-        keep_beginning(folder or runs, begun_from)
     prepared = PreparedRun(
         recipe,
         request.name,
@@ -162,6 +210,17 @@ def prepare(
         (decision.line, decision.code) if isinstance(decision, Finished) else None,
     )
     return prepared, task
+
+
+@contextmanager
+def _removed_if_refused(folder: Path | None) -> Iterator[None]:
+    """Removes a folder that was just made where the run is refused after all."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            remove_unused(folder)
+        raise
 
 
 def _stored(decision: Decision) -> Manifest | None:

@@ -26,7 +26,6 @@ from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, LostPeerError, paths_explained
 from trainer.host.affinity import limits_within, unpin_main_thread
 from trainer.host.allocator import check_allocator
-from trainer.host.files import write_whole
 from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.nvml import driver_version
@@ -34,9 +33,9 @@ from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, current, interrupt_noted, note_signals
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
-from trainer.runs.folder import checkpoints_of, has_checkpoint, remove_unused
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Manifest
-from trainer.runs.report.write import failure_reported, leave_report
+from trainer.runs.report.write import leave_report
 from trainer.tasks import Task
 from trainer.train.anomaly import AnomalyDetector, Finding, read_anomalies
 from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
@@ -49,12 +48,12 @@ from trainer.train.components.task import (
     methods_of,
     task_notes,
 )
+from trainer.train.hooks import HooksOfRank
 from trainer.train.loop import train
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
-from trainer.train.request import PreparedRun, Request, as_json
+from trainer.train.request import PreparedRun, Request
 from trainer.train.saving import Checkpoints
-from trainer.train.start.job import restarted
 from trainer.train.start.prepare import prepared_in_turns
 from trainer.train.start.undo import switches_kept
 from trainer.train.starting_weights import begin_from
@@ -97,48 +96,19 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
         stack.enter_context(paths_explained())
         store = open_store(request.recipe.parallel.timeout_s)
         with in_turns(store) as turns, not_left_by(request.recipe.task):
-            prepared, task = prepared_in_turns(request, turns, stack, task)
+            prepared, task, made = prepared_in_turns(request, turns, stack, task, hooks)
             if worker is not None:
                 worker.write_to_a_log_of_its_own(prepared.folder)
-        if _is_first():
-            stack.enter_context(_folder_kept(request, prepared))
         if prepared.ended is not None:
             line, code = prepared.ended
             if _is_first():
                 say(line)
             return RankEnd(code, prepared.folder)
         assert task is not None
-        return RankEnd(_train_prepared(prepared, task, hooks, store), prepared.folder)
+        return RankEnd(_train_prepared(prepared, task, made, store), prepared.folder)
 
 
-@contextlib.contextmanager
-def _folder_kept(request: Request, prepared: PreparedRun) -> Iterator[None]:
-    """Leaves the run folder for a restart; without a launcher, removes one in which no run has begun."""
-    worker, folder = current(), prepared.folder
-    made = prepared.made or request.made
-
-    def resumable() -> bool:
-        if made and worker is not None and worker.launch is None:
-            remove_unused(folder)
-        return has_checkpoint(folder, False, request.name)
-
-    if worker is not None:
-        worker.prepares(resumable)
-    if worker is not None and worker.launch is not None:
-        worker.leave_for_launcher(as_json(restarted(request, folder, made)))
-        yield
-        return
-    if request.marker is not None:
-        write_whole(request.marker, str(folder))
-    try:
-        with failure_reported(folder):
-            yield
-    finally:
-        if made:
-            remove_unused(folder)
-
-
-def _train_prepared(prepared: PreparedRun, task: Task, hooks: Sequence[Any], store: Any) -> int:
+def _train_prepared(prepared: PreparedRun, task: Task, hooks: HooksOfRank, store: Any) -> int:
     recipe, folder = prepared.recipe, prepared.folder
     kind, data = device_kind(recipe), data_of(recipe, task, prepared.pretrained)
     detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
@@ -192,7 +162,7 @@ def _late_marked() -> Iterator[None]:
 def _attempt(
     prepared: PreparedRun,
     task: Task,
-    hooks: Sequence[Any],
+    hooks: HooksOfRank,
     data: dict[str, str],
     world: World,
     watchdog: Watchdog,
