@@ -16,6 +16,8 @@ _LOOK_UP = """
 import socket, sys
 from trainer.host.interfaces import from_files_alone
 with from_files_alone(sys.argv[1]):
+    with from_files_alone(sys.argv[1]):
+        pass
     try:
         print(socket.getnameinfo(("::ffff:127.0.0.1", 80), socket.NI_NUMERICSERV))
     except socket.gaierror:

@@ -78,6 +78,9 @@ def gloo_interface(address: str) -> dict[str, str]:
 _SERVICES = "/etc/nsswitch.conf"
 
 
+_entered = list[str]()
+
+
 @contextmanager
 def from_files_alone(address: str) -> Iterator[None]:
     """Context manager in which this process resolves names by /etc/hosts alone, if the address is a loopback
@@ -90,11 +93,14 @@ def from_files_alone(address: str) -> Iterator[None]:
     if configure is None or not _is_loopback(address):
         yield
         return
+    _entered.append(address)
     configure(b"hosts", b"files")
     try:
         yield
     finally:
-        configure(b"hosts", services(text_of(_SERVICES)).encode())
+        _entered.pop()
+        if not _entered:  # the outermost one
+            configure(b"hosts", services(text_of(_SERVICES)).encode())
 
 
 def services(text: str) -> str:
