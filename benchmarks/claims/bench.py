@@ -15,7 +15,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--quick", action="store_true", help="a minute at most; wider intervals")
     bench.add_argument("--only", default="", metavar="LIST", help="claims or ablations by name")
     bench.add_argument(
-        "--out", type=Path, metavar="DIR", help="write claims.md, claims.json and claims.svg there"
+        "--out", type=Path, metavar="DIR", help="write claims.json and claims.svg there"
     )
     bench.set_defaults(run=_claims)
 
@@ -33,7 +33,7 @@ def bench_claims(quick: bool = False, only: str = "", out: Path | None = None) -
     Args:
         quick: A minute at most, instead of ten.
         only: Claims or ablations by name, separated by commas; empty: all.
-        out: A folder for the table, the rows as JSON, and a plot.
+        out: A folder for the rows as JSON, and a plot.
 
     Returns:
         0, or 3 if none of the claims could be measured here.
@@ -59,24 +59,14 @@ def bench_claims(quick: bool = False, only: str = "", out: Path | None = None) -
         f"{' '.join(filter(None, words))}: medians of {extent.rounds} interleaved rounds, all else equal; "
         "a claim holds if the whole interval lies at or below what was claimed"
     )
-    text = f"{here}\n{about}\n\n{table(rows)}\n\n{summary(rows)}"
-    print(text)
+    print(f"{here}\n{about}\n\n{table(rows)}\n\n{summary(rows)}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         drawn = as_svg(chart(f"{here}; {summary(rows)}", rows))
-        files = {"md": _document(text, words), "json": as_json(rows, here, about), "svg": drawn}
+        files = {"json": as_json(rows, here, about), "svg": drawn}
         for suffix, content in files.items():
             (out / f"claims.{suffix}").write_text(content, encoding="utf-8")
     return EXIT_DONE if any(row.measured for row in rows) else EXIT_NOT_MEASURED
-
-
-def _document(text: str, words: list[str]) -> str:
-    command = " ".join(filter(None, words))
-    return (
-        "# What guides claim, measured\n\n"
-        f"Written by `{command} --out DIR`, which repeats all of it here or elsewhere.\n\n"
-        f"![each claim's ratio](claims.svg)\n\n{text}\n"
-    )
 
 
 def _say(text: str) -> None:

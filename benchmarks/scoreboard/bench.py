@@ -25,7 +25,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "--only", default="", metavar="LIST", help="overhead,loader,tokens,accumulation,resume: which"
     )
     bench.add_argument(
-        "--out", type=Path, metavar="FILE.md", help="write the page there, its plot and figures beside it"
+        "--out", type=Path, metavar="FILE.json", help="write the figures there, and a plot beside it"
     )
     bench.add_argument(
         "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
@@ -49,7 +49,7 @@ def bench_scoreboard(
     Args:
         quick: Two minutes at most.
         only: Benches, separated by commas; empty: all.
-        out: A file for the page; FILE.svg and FILE.json are written beside it.
+        out: A file for the figures; FILE.svg is written beside it.
         timm_train: timm's train.py.
         measure: Measures one bench; by default in a process of its own.
 
@@ -67,7 +67,7 @@ def bench_scoreboard(
     from benchmarks.scoreboard.chart import chart
     from benchmarks.scoreboard.figures import Machine, between
     from benchmarks.scoreboard.quiet import share_of_cpus
-    from benchmarks.scoreboard.show import as_json, command_line, document, libraries, text
+    from benchmarks.scoreboard.show import as_json, command_line, libraries, text
     from trainer.observe.conditions import conditions
 
     names, extent = select(only), QUICK if quick else FULL
@@ -89,9 +89,8 @@ def bench_scoreboard(
     command = command_line(given)
     print(text(parts, machine))
     if out is not None:
-        page, drawn = document(parts, machine, command, out.stem), as_svg(chart(machine.conditions, parts))
-        data = as_json(parts, machine, command)
-        write_all({out: page, out.with_suffix(".svg"): drawn, out.with_suffix(".json"): data})
+        drawn = as_svg(chart(machine.conditions, parts))
+        write_all({out.with_suffix(".svg"): drawn, out: as_json(parts, machine, command)})
     if any(part.failures for part in parts):
         return EXIT_FAILED
     return EXIT_DONE if any(part.measured for part in parts) else EXIT_NOT_MEASURED
@@ -103,9 +102,9 @@ def check_files(out: Path | None, timm_train: Path | None) -> None:
     Raises:
         BadInputError: If that can't be.
     """
-    if out is not None and out.suffix != ".md":
-        raise BadInputError(f"--out {out}: give a file that ends in .md; .svg and .json go beside it")
-    for file in [out.with_suffix(suffix) for suffix in (".md", ".svg", ".json")] if out else []:
+    if out is not None and out.suffix != ".json":
+        raise BadInputError(f"--out {out}: give a file that ends in .json; the plot goes beside it")
+    for file in [out.with_suffix(suffix) for suffix in (".svg", ".json")] if out else []:
         if not file.parent.is_dir():
             raise BadInputError(f"--out {file}: there is no folder {file.parent}; make it first")
         if file.is_dir():

@@ -20,7 +20,7 @@ from benchmarks.scoreboard.figures import (
     outcomes,
     verdict,
 )
-from trainer.observe.text import DASH, duration, number, plain, share
+from trainer.observe.text import DASH, number, plain, share
 
 _TIMED = "| trainer | against | trainer's | theirs | trainer's / theirs | 95 % interval | |"
 _COUNTED = "| way | right | trainer on the same | |"
@@ -45,29 +45,9 @@ _WORDS: dict[Outcome, str] = {
 }
 
 
-def document(parts: Sequence[Part], machine: Machine, command: str, stem: str) -> str:
-    """The whole page.
-
-    Args:
-        parts: What was measured.
-        machine: Where.
-        command: That repeats it.
-        stem: Name of the plot and of the figures, which lie beside it.
-    """
-    took = duration(sum(part.seconds for part in parts))
-    head = [
-        "# Scoreboard",
-        f"Written by `{command}` in {took}, or by `make bench BENCH=scoreboard ARGS=…` with its options. "
-        f"{_LEAD}",
-        f"![ratios and counts]({stem}.svg)",
-        f"[All raw figures]({stem}.json). Whole runs of others' own scripts: [peers](peers.md).",
-    ]
-    return "\n\n".join([*head, text(parts, machine), "## How to refute it", refutation(parts)]) + "\n"
-
-
 def text(parts: Sequence[Part], machine: Machine) -> str:
-    """Formats the results, without the header and footer of a file."""
-    blocks = [f"{machine.conditions}\n{machine.libraries}"]
+    """Formats the results: conditions, who wins, a table for each bench, how to refute them."""
+    blocks = [f"{machine.conditions}\n{machine.libraries}", _LEAD]
     busy = [part.name for part in parts if not part.quiet]
     if busy:
         blocks.append(
@@ -77,6 +57,7 @@ def text(parts: Sequence[Part], machine: Machine) -> str:
     blocks += ["## Who wins", summary(parts)]
     for part in parts:
         blocks += [f"## {BENCHES[part.name].title}", _part(part)]
+    blocks += ["## How to refute it", refutation(parts)]
     return "\n\n".join(blocks)
 
 

@@ -10,7 +10,7 @@ from tests.container.run import engine
 
 pytestmark = pytest.mark.container
 
-# With workers of its own choice and with two; the promise is a hundred of each (docs/results/workers.md).
+# With workers of its own choice and with two; the promise is a hundred of each (docs/results/workers.json).
 RUNS = int(os.environ.get("TRAINER_FIT_RUNS", "1"))
 LIMITS = ["--cpus=2", "--memory=2g", "--memory-swap=2g", "--shm-size=64m", "--network=none"]
 # Photographs; a model small enough that what it needs itself, with torch for launcher and rank, leaves room.

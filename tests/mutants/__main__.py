@@ -94,7 +94,6 @@ def main() -> int:
             rows.append(f"| {room} | {mutant.what} | {trouble or f'`{mutant.test}`'} |")
     if options.out:
         head = "# Faults that the fast suite sees\n\n"
-        head += "`make mutants OUT=docs/results/mutants.md` made this page.\n\n"
         head += "| room | fault | the test that fails |\n|---|---|---|\n"
         options.out.write_text(head + "\n".join(rows) + "\n")
     print(f"{len(chosen) - unseen} of {len(chosen)} were seen")

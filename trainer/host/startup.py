@@ -73,7 +73,7 @@ def any_character() -> Iterator[None]:
                 stream.reconfigure(errors=errors)
 
 
-# Turns of libgomp's waiting loop, about 0.1 ms: docs/results/waits.md.
+# Turns of libgomp's waiting loop, about 0.1 ms: docs/results/waits.json.
 SPINS = 10_000
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _LEAST_TICKS = 20  # of each CPU, for a measurement of its idle time

@@ -13,7 +13,7 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW, without its wrappers for torch.compile, and with a direct call of the fused kernel.
 
     torch's step (creating state, sorting by device and dtype, a name for the profiler) is Python that takes
-    longer than the kernel of a small model (docs/results/overhead.md), and grows with the parameters.
+    longer than the kernel of a small model (docs/results/overhead.json), and grows with the parameters.
     """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)

@@ -38,7 +38,7 @@ from trainer.data.formats.signatures import DAMAGED, what_it_is
 # PIL's limit for decompression bombs, in pixels; it warns above half of it.
 LARGEST_IMAGE = 2 * 89_478_485
 # Most bytes for decoding: 15 per pixel of the largest image, copies included. Formats that take more bytes
-# per pixel may have fewer pixels (measured in docs/results/attacks.md).
+# per pixel may have fewer pixels.
 _MOST_BYTES, _COPIES = 15 * LARGEST_IMAGE, 15
 _COPIES_OF = {"WEBP": 24, "JPEG2000": 28, "AVIF": 20}
 
