@@ -1,31 +1,50 @@
-"""Writes docs/configuration.md (the schema in trainer/config) and docs/api.md (docstrings) for make docs."""
+"""Writes what the documentation takes from the code: `make docs`.
 
+Whole pages: docs/configuration.md (the schema in trainer/config), docs/api.md (docstrings), docs/cli.md (the
+parsers). Tables in others, between `<!-- made: NAME -->` and `<!-- end -->`: recipes, other trainers' words,
+changes of bits.
+"""
+
+import argparse
 import ast
 import inspect
+import json
+import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import trainer
+from trainer.cli import make_parser
+from trainer.config import elsewhere
 from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import read_recipe, recipe_names
 from trainer.config.section import Key, describe
+from trainer.version import ARITHMETIC_CHANGES
 
 DOCS = Path(__file__).parent.parent / "docs"
 _KEYS = """# All keys
 
-Made from the schema by `scripts/reference.py`. `trainer train RECIPE --help-config` prints the same, with the
-recipe's own values. Any key can be set on the command line, `--set optim.lr=0.003`, or in a recipe's YAML
-file. Words in brackets at the end of a description name the choice that reads the key.
+A key is set on the command line (`trainer train digits optim.lr=0.003`) or in a recipe's YAML file. `trainer
+train RECIPE --help-config [SECTION]` prints this list with the recipe's values. Words in brackets at the
+end of a description name the choice that reads the key. `scripts/reference.py` makes this page from the
+schema.
 """
-_API = """# API
+_API = """# Python API
 
-Made from the docstrings by `scripts/reference.py`. `from trainer import NAME` gives these names, and they
-stay; everything else in the package may be moved or changed. [Custom tasks and hooks](your-own-task.md) is
-the tutorial.
+`from trainer import NAME` gives these names. They are stable; everything else in the package may be moved or
+changed. [Custom tasks and hooks](your-own-task.md) shows how they are used. `scripts/reference.py` makes this
+page from the docstrings.
+"""
+_CLI = """# Command line
+
+Bad input is one line on standard error with exit code 2; [exit codes](recipes.md#exit-codes) has the
+others. `scripts/reference.py` makes this page from the parsers.
 """
 # What a docstring calls its parts, and the page.
 _PARTS = {"Args:": "Arguments", "Attributes:": "Attributes", "Returns:": "Returns", "Raises:": "Raises"}
@@ -136,7 +155,69 @@ def _docstring(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
     yield ""
 
 
-PAGES = {"configuration.md": keys_page, "api.md": api_page}
+def cli_page() -> str:
+    """The page of all commands and flags, in Markdown."""
+    os.environ["COLUMNS"] = "100"  # argparse's width
+    commands = _commands(make_parser())
+    groups = [
+        f"\n## trainer {name}\n\n```\n{parser.format_help().strip()}\n```\n" for name, parser in commands
+    ]
+    return _CLI + "".join(groups)
+
+
+def _commands(
+    parser: argparse.ArgumentParser, before: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """The parsers of all commands, and of commands in them."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inside in action.choices.items():
+                yield f"{before}{name}", inside
+                yield from _commands(inside, f"{before}{name} ")
+
+
+def recipes_table() -> str:
+    """All recipes: what they train, and what they reach, where measured (docs/results/tasks.json)."""
+    measured = json.loads((DOCS / "results/tasks.json").read_text())["parts"][0]["tables"][0]["rows"]
+    reached = {row[0].strip("`").split()[-1]: row[1] for row in measured}
+    text = "| recipe | trains | reaches |\n|---|---|---|\n"
+    for name in recipe_names():
+        text += (
+            f"| `{name}` | {_prose(read_recipe(name)['about'])} | {reached.get(name, 'not trained here')} |\n"
+        )
+    return text
+
+
+def words_table() -> str:
+    """Other trainers' words for flags, keys and commands."""
+    return f"| here | there |\n|---|---|\n{elsewhere.words_in_rows()}"
+
+
+def arithmetic_table() -> str:
+    """Changes of bits, by number."""
+    rows = "".join(f"| {number} | {_prose(about)} |\n" for number, about in ARITHMETIC_CHANGES.items())
+    return f"| number | changes |\n|---|---|\n{rows}"
+
+
+_TABLES = {"recipes": recipes_table, "words": words_table, "arithmetic": arithmetic_table}
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew."""
+    text = (DOCS / page).read_text()
+    for name, table in _TABLES.items():
+        before, mark, rest = text.partition(f"<!-- made: {name} -->\n")
+        if mark:
+            text = f"{before}{mark}{table()}<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return text
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": keys_page,
+    "api.md": api_page,
+    "cli.md": cli_page,
+    **{page: partial(with_tables, page) for page in ("recipes.md", "from-other-trainers.md", "check.md")},
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

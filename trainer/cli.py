@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from trainer.config.dropped import DroppedKeysError
+from trainer.config.elsewhere import command_meant, setting_meant
 from trainer.config.redact import redact_text
 from trainer.config.registry import named
-from trainer.config.suggest import MEANT, nearest
+from trainer.config.suggest import nearest
 from trainer.errors import EXIT_BAD_INPUT, BadInputError, UnnamedCodeError, paths_explained, reading
 from trainer.host.startup import print_anything
 from trainer.observe.console import tell
@@ -36,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the seconds of importing torch is a traceback, or gets lost there.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     print_anything()
-    return run(make_parser(), sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] in ([], ["help"]):  # `trainer`, `trainer help`, `trainer help train`
+        words = [*words[1:2], "--help"]
+    return run(make_parser(), words)
 
 
 def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
@@ -66,32 +70,6 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 0
 
 
-# What other tools, or this one formerly, call a flag that is like none of ours.
-_ELSEWHERE = {
-    "--ranks": "--nproc-per-node",
-    "--ranks-per-node": "--nproc-per-node",
-    "--master": "--master-addr",
-    "--trust": "--task",
-    **dict.fromkeys(
-        ("--enable-progress-bar", "--disable-tqdm", "--no-progress-bar", "--no-bar"), "--no-progress"
-    ),
-    **dict.fromkeys(("--dry-run", "--sanity-check", "--smoke-test"), "--fast-dev-run"),
-    **dict.fromkeys(("--ckpt-path", "--initial-checkpoint", "--pretrained", "--resume-from"), "--init-from"),
-}
-# What other tools, or this one formerly, call a command of ours.
-_COMMANDS_ELSEWHERE = {
-    **dict.fromkeys(("list", "ls", "list-runs", "history", "experiments"), "runs"),
-    **dict.fromkeys(("validate", "test", "eval", "val"), "evaluate"),
-    **dict.fromkeys(("fit", "run"), "train"),
-    **dict.fromkeys(("models", "list-recipes", "configs"), "recipes"),
-    "tune": "train RECIPE data.micro_batch_size=auto",
-    "resume": "train --resume",
-    "compare": "report",
-    "checkpoints": "runs RUN",
-    "submit": "job",
-}
-# Commands that went, with no other in their place.
-_GONE = {"bench": "examples/links measures the links of a job's ranks by torchrun"}
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")  # argparse's words
 _SETTING = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
@@ -115,11 +93,11 @@ class Parser(argparse.ArgumentParser):
             flag, known = unknown[0].partition("=")[0], self._option_string_actions
             if flag in self.told:
                 self.error(f"{message}; {self.told[flag]}")
-            meant = _ELSEWHERE.get(flag.replace("_", "-"), "")
-            key = MEANT.get(flag.lstrip("-").replace("-", "_"), "")
-            if "--set" in known and key:
-                self.error(f"{message}; did you mean '{key}=…'?")
-            self.error(message + (f"; did you mean {meant!r}?" if meant in known else nearest(flag, known)))
+            meant = setting_meant(flag)
+            needed = meant.partition(" ")[0] if meant.startswith("-") else "--set"
+            self.error(
+                message + (f"; here it is {meant}" if meant and needed in known else nearest(flag, known))
+            )
         return options, unknown
 
     def _with_settings(self, words: Sequence[str] | None) -> list[str] | None:
@@ -130,23 +108,17 @@ class Parser(argparse.ArgumentParser):
             return None if words is None else list(words)
         found = list[str]()
         for before, word in zip(["", *words], words, strict=False):
-            value = before in flags and flags[before].nargs != 0  # of the flag before it
+            value = before in flags and flags[before].nargs not in (0, "?")  # of the flag before it
             found += ["--set", word] if _SETTING.fullmatch(word) and not value else [word]
         return found
 
     def error(self, message: str) -> NoReturn:
         """Ends with code 2."""
         if found := _CHOICE.search(message):
-            meant = _COMMANDS_ELSEWHERE.get(found[1], "") if "'runs'" in found[2] else ""
-            gone = _GONE.get(found[1]) if "'runs'" in found[2] else None
-            hint = (
-                f"; it went: {gone}"
-                if gone
-                else f"; that is 'trainer {meant}' here"
-                if meant
-                else nearest(found[1], re.findall(r"[\w-]+", found[2]))
+            meant = command_meant(found[1]) if "'runs'" in found[2] else ""
+            message += (
+                f"; here it is {meant}" if meant else nearest(found[1], re.findall(r"[\w-]+", found[2]))
             )
-            message += hint
         line = redact_text(" ".join(message.split()))
         print(f"trainer: error: {line} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT)

@@ -14,9 +14,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
     bench.add_argument("--quick", action="store_true", help="a minute at most; wider intervals")
     bench.add_argument("--only", default="", metavar="LIST", help="claims or ablations by name")
-    bench.add_argument(
-        "--out", type=Path, metavar="DIR", help="write claims.json and claims.svg there"
-    )
+    bench.add_argument("--out", type=Path, metavar="DIR", help="write claims.json and claims.svg there")
     bench.set_defaults(run=_claims)
 
 

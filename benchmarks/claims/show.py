@@ -39,7 +39,12 @@ def verdict(row: Row) -> str:
 
 def as_json(rows: Sequence[Row], conditions: str, about: str) -> str:
     """Formats the whole result as JSON."""
-    found = {"conditions": conditions, "about": about, "summary": summary(rows), "claims": [_as_dict(row) for row in rows]}
+    found = {
+        "conditions": conditions,
+        "about": about,
+        "summary": summary(rows),
+        "claims": [_as_dict(row) for row in rows],
+    }
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,7 +1,6 @@
 """Promise: predictions for thousands of GPUs follow from measured figures, by formula."""
 
 import json
-import re
 import shutil
 import threading
 from collections import Counter
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from benchmarks.__main__ import main
-from benchmarks.scale import document, formulas, measure, probes
+from benchmarks.scale import formulas, measure, probes
 from benchmarks.scale.figures import DEFAULT_S, Figures, read_job, read_link
 from benchmarks.scale.strategies import held, sent
 from trainer import checkpoint
@@ -106,18 +105,6 @@ def test_gloo_asks_the_store_as_often_as_is_said(
     assert len(groups) == ranks
     asked = sum(store.asked.values())
     assert asked == (ranks if lazy else formulas.store_requests(example(gloo_groups=1), ranks))
-
-
-@pytest.mark.parametrize("option", ["--sources", "--strategies", ""])
-def test_the_document_shows_what_its_commands_print(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs/scaling.md").read_text()
-    assert text.count("<!-- python -m benchmarks scale") == text.count("<!-- end -->") == 5
-    words = rf"<!-- python -m benchmarks scale --figures \S+{f' {option}' if option else ''} -->"
-    blocks = re.findall(rf"{words}\n.*?<!-- end -->", text, re.S)
-    assert len(blocks) == (1 if option == "--strategies" else 2)
-    for block in blocks:
-        assert document.renewed(block) == block
 
 
 @pytest.mark.parametrize("gpus", [8, 64, 4096])

@@ -132,7 +132,7 @@ def test_the_words_of_others_lead_to_a_command(
 ) -> None:
     with pytest.raises(SystemExit):
         main([typed])
-    assert f"that is 'trainer {meant}' here" in capsys.readouterr().err
+    assert f"here it is trainer {meant}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sign", ["\x1b[31m", "\n9 fake", "\x9b2J", "\u202e", "\x1b]0;title\x07"])

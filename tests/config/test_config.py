@@ -9,7 +9,8 @@ import yaml
 import trainer
 from tests.helpers.hf_models import folder_of
 from tests.helpers.refusals import refusal, refused
-from trainer.cli import main, make_parser
+from trainer.cli import COMMANDS, main, make_parser
+from trainer.config.elsewhere import COMMAND_WORDS, SETTING_WORDS, setting_meant
 from trainer.config.formats import FORMATS
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
@@ -22,7 +23,7 @@ from trainer.config.recipe_file import (
     recipe_text,
 )
 from trainer.config.section import _nearest_key, config_hash, describe, validated
-from trainer.config.suggest import MEANT
+from trainer.config.suggest import distance
 from trainer.config.tasks import TASKS
 from trainer.errors import BadInputError
 from trainer.train.components.task import check_request, make_task
@@ -62,12 +63,26 @@ def test_every_key_has_a_description() -> None:
 
 def test_help_config_shows_every_key_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits", "--help-config"]) == 0
+    out = capsys.readouterr().out
+    keys = [key.name for key in describe(Recipe)]
+    assert [line.split()[0] for line in out.splitlines() if line[:3].rstrip() and line[:2] == "  "] == keys
+    rate = out.partition("  optim.lr ")[2].partition("\n  optim.")[0]
+    assert all(word in rate for word in ("float", "default 0.001", "digits: 0.006", "peak learning rate"))
+
+
+@pytest.mark.parametrize(
+    ("section", "first", "count"), [("optim", "optim.name", 17), ("optim.lr", "optim.lr", 1)]
+)
+def test_help_config_shows_a_section_within_the_width(
+    section: str, first: str, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["train", "digits", "--help-config", section]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [key.name for key in describe(Recipe)]
-    rate = next(line for line in lines if line.startswith("optim.lr "))
-    assert "float" in rate
-    assert "0.001" in rate
-    assert "peak learning rate" in rate
+    keys = [line.split()[0] for line in lines if line[:2] == "  " and line[2] != " "]
+    assert keys[0] == first and len(keys) == count
+    assert max(map(len, lines)) <= 60
+    refusal(main(["train", "digits", "--help-config", "optm"]), capsys.readouterr().err, "optm 'optim'")
 
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,29 +183,30 @@ def test_the_hash_tells_configurations_apart_and_survives_the_run_folder() -> No
     assert config_hash(again) == config_hash(recipe)
 
 
-# A key as it was typed, and the key that was meant; an empty string where there is none.
+# A key as it was typed, and the key that was meant, or what stands here for others' word; "" for none.
 SLIPS = {
     "optim.lrr": "optim.lr",
     "optim.bogus": "",
     "optim.moment": "optim.momentum",
     "optim.beta": "optim.betas",
     "optim.weight_decy": "optim.weight_decay",
-    "optim.learning_rate": "optim.lr",
-    "optim.clip": "optim.max_grad_norm",
+    "optim.learning_rate": "optim.lr=0.001",
+    "optim.clip": "optim.max_grad_norm=1.0",
     "optim.foo": "",
-    "optim.scheduler": "optim.schedule",
+    "optim.scheduler": "optim.schedule=cosine",
     "optim.max_grad_nrom": "optim.max_grad_norm",
     "data.global_batch_size": "data.global_batch_size",
-    "data.microbatch": "data.micro_batch_size",
-    "data.num_workers": "data.workers",
+    "data.microbatch": "data.micro_batch_size=N",
+    "data.num_workers": "data.workers=N",
     "data.shufle": "data.shuffle",
     "data.lr": "optim.lr",
     "lr": "optim.lr",
     "lrr": "optim.lr",
     "momentun": "optim.momentum",
     "epoch": "epochs",
-    "max_windows": "max_steps",
-    "batch_size": "data.global_batch_size",
+    "max_windows": "max_steps=N",
+    "batch_size": "data.global_batch_size=N",
+    "gradient_accumulation_steps": "data.micro_batch_size=N",
     "sead": "seed",
     "zzzz": "",
     "name": "data.name",
@@ -198,19 +214,68 @@ SLIPS = {
     "model.widht": "model.width",
     "checkpoint.evry": "checkpoint.every",
     "parallel.backend": "",
-    "log.wandb": "",
+    "log.wandb": "log.to=[jsonl, wandb]",
 }
 
 
-def test_what_other_tools_say_leads_to_a_key() -> None:
-    assert set(MEANT.values()) <= {key.name for key in describe(Recipe)}
+def flags_of(command: str) -> set[str]:
+    (commands,) = (one.choices for one in make_parser()._actions if isinstance(one.choices, dict))
+    return set(commands[command]._option_string_actions)
+
+
+@pytest.mark.parametrize(
+    "here", sorted({*SETTING_WORDS.values(), *COMMAND_WORDS.values()} - {"examples/links"})
+)
+def test_what_stands_for_others_words_can_be_typed(here: str) -> None:
+    if here.startswith("trainer "):
+        words = here.partition(" > ")[0].replace("RECIPE", "digits").split()[1:]
+        assert words[0] in {*COMMANDS, "--version", "--help"}
+        if len(words) > 1:
+            make_parser().parse_args(words)
+    elif here.startswith("--"):
+        assert here.split(maxsplit=1)[0] in flags_of("train")
+    else:
+        assert here.partition("=")[0] in {key.name for key in describe(Recipe)}
+
+
+@pytest.mark.parametrize("word", ["--ckpt-path", "ckpt_path", "--CKPT_PATH", "trainer.ckpt_path"])
+def test_a_word_of_others_is_known_as_flag_and_as_key(word: str) -> None:
+    assert setting_meant(word) == "--resume RUN"
+
+
+@pytest.mark.parametrize(
+    "words", [["fit"], ["train", "digits", "--opt", "sgd"], ["train", "digits", "model=vit"]]
+)
+def test_others_words_are_told_in_ours(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"fit": "trainer train", "--opt": "optim.name=", "model=vit": "model.name="}
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = int(str(ended))
+    refusal(code, capsys.readouterr().err, next(here for word, here in told.items() if word in words))
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["help", "train"]])
+def test_help_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(words)
+    assert f"usage: trainer {'train' if words[1:] else ''}".rstrip() in capsys.readouterr().out
+
+
+def test_distance_is_letters_changed_and_neighbors_swapped() -> None:
+    found = [
+        distance(*pair.split())
+        for pair in ("lr lr", "lrr lr", "sead seed", "evry every", "nrom norm", "lr schedule")
+    ]
+    assert found == [0, 1, 1, 1, 1, 7]
 
 
 @pytest.mark.parametrize("typed", SLIPS)
 def test_a_slip_is_told_what_was_meant_and_another_word_nothing(typed: str) -> None:
     said = _nearest_key(typed, [key.name for key in describe(Recipe)])
     meant = SLIPS[typed]
-    assert said == (f"; did you mean '{meant}'?" if meant else "; --help-config shows every key")
+    hints = ("; --help-config shows every key", f"; did you mean '{meant}'?", f"; here it is {meant}")
+    assert said == (hints[1 + ("=" in meant)] if meant else hints[0])
 
 
 def test_a_key_with_a_dot_in_a_mapping_is_told_its_section() -> None:

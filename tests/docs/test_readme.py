@@ -85,7 +85,10 @@ def commands() -> Iterator[tuple[Path, str]]:
         for block in re.findall(r"```(?:|bash|sh)\n(.*?)```", page.read_text(), re.S):
             for line in re.split(r"\n| && ", block.replace("\\\n", " ")):
                 command = line.removeprefix("$ ").partition("  # ")[0].strip()
-                if re.match(r"(trainer|make|python -m benchmarks) [a-z]", command) and "…" not in command:
+                refused = f"{line}\ntrainer: error:" in block
+                if re.match(r"(trainer|make|python -m benchmarks) [a-z]", command) and not (
+                    "…" in command or refused
+                ):
                     yield page, command
 
 

@@ -1,4 +1,4 @@
-"""Promise: the loops of docs/sweeps.md run as they stand: folds, a sweep, and pruning by a hook."""
+"""Promise: the loops of docs/from-other-trainers.md run as they stand, twice: folds, a sweep, pruning."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
+PAGE = Path(__file__).parents[2] / "docs" / "from-other-trainers.md"
 ENDED = ("finished", "stopped")
 
 
@@ -56,24 +56,26 @@ class Study:
 
 def test_folds_a_sweep_and_pruning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    study = Study()
-    stand_in: Any = SimpleNamespace(
-        TrialPruned=TrialPruned,
-        create_study=lambda **_: study,
-        pruners=SimpleNamespace(MedianPruner=lambda: None),
-    )
-    monkeypatch.setitem(sys.modules, "optuna", stand_in)
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
-        exec(block.replace("EVERY = {", 'EVERY = {"parallel.threads": 1, '), names)
-    manifests = {
-        path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/[!l]*/manifest.json")
-    }
-    folds = [manifests[f"fold-{number}"] for number in (1, 2, 3)]
-    assert len({one["config_hash"] for one in folds}) == 3, "each has a name of its own"
-    assert len({json.dumps(one["fingerprint"]) for one in folds}) == 3, "and data of its own"
-    assert min(names["accuracies"]) > 0.8
-    assert len({run.folder for run in names["sweep"].values()}) == 4
-    assert [manifests[f"trial-{number}"]["status"] for number in range(4)] == [*ENDED[::-1], *ENDED[::-1]]
-    assert study.pruned == ["pruned after step 8"] * 2
-    assert [len(trial.reported) for trial in study.trials] == [2, 4, 2, 4]
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    for turn in (1, 2):
+        study = Study()
+        stand_in: Any = SimpleNamespace(
+            TrialPruned=TrialPruned,
+            create_study=lambda study=study, **_: study,
+            pruners=SimpleNamespace(MedianPruner=lambda: None),
+        )
+        monkeypatch.setitem(sys.modules, "optuna", stand_in)
+        names: dict[str, Any] = {}
+        for block in blocks:
+            exec(block.replace("EVERY = {", 'EVERY = {"parallel.threads": 1, '), names)
+        folders = [path.parent for path in tmp_path.glob("runs/[!l]*/manifest.json")]
+        manifests = {folder.name: json.loads((folder / "manifest.json").read_text()) for folder in folders}
+        folds = [manifests[f"fold-{number}"] for number in (1, 2, 3)]
+        assert len({one["config_hash"] for one in folds}) == 3, "each has a name of its own"
+        assert len({json.dumps(one["fingerprint"]) for one in folds}) == 3, "and data of its own"
+        assert min(names["accuracies"]) > 0.8
+        assert len({run.folder for run in names["sweep"].values()}) == 4
+        trials = [one["status"] for name, one in manifests.items() if not name.startswith(("fold-", "lr-"))]
+        assert sorted(trials) == sorted([*ENDED, *ENDED] * turn)
+        assert study.pruned == ["pruned after step 8"] * 2
+        assert [len(trial.reported) for trial in study.trials] == [2, 4, 2, 4]

@@ -290,7 +290,7 @@ def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
 def test_help_shows_auto_and_only_train_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits", AUTO, "--help-config"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "data.micro_batch_size " in line)
-    assert named(line, "int | auto", "(digits: auto)")
+    assert named(line, "int | auto", "digits: auto")
     refusal(main(["check", "digits", AUTO]), capsys.readouterr().err, "data.micro_batch_size")
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,13 @@ def add_parser(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="set a configuration key (repeatable); KEY=VALUE alone does the same",
     )
-    train.add_argument("--help-config", action="store_true", help="print all configuration keys and exit")
+    train.add_argument(
+        "--help-config",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="print the configuration keys, all or those of a section such as optim, and exit",
+    )
     _add_run(train.add_argument_group("run folder, stop and resume"))
     _add_processes(train.add_argument_group("GPUs and processes"))
     _add_nodes(train.add_argument_group("several nodes (Slurm and Kubeflow set these)"))
@@ -222,7 +229,7 @@ def _train(options: argparse.Namespace) -> int:
     from trainer.launch.nodes import is_rank, rank_variables
 
     variables = {**os.environ, **rank_variables(os.environ)}
-    rank = int(variables["RANK"]) if is_rank(variables) and not options.help_config else None
+    rank = int(variables["RANK"]) if is_rank(variables) and options.help_config is None else None
     set_verbosity("normal" if rank and options.verbosity == "verbose" else options.verbosity)
     if options.no_progress:
         without_bars()
@@ -236,8 +243,10 @@ def _train(options: argparse.Namespace) -> int:
             worker.code = _train_as_rank(options, worker)
         return worker.exit_code
     find_recipe(options, find_run(options))
-    if options.help_config:
-        print("\n".join(key_lines(options.recipe, *provisional(options.recipe, options.set, options.values))))
+    if options.help_config is not None:
+        given = provisional(options.recipe, options.set, options.values)
+        width = shutil.get_terminal_size((100, 24)).columns
+        print("\n".join(key_lines(options.recipe, *given, section=options.help_config, width=width)))
         return 0
     check_code(options)
     from trainer.launch.signals import end_on_signal
@@ -333,7 +342,7 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
     named = resumed or (options.source.run if options.source else None)
     if options.source and options.out is not None and (options.out / MANIFEST).is_file():
         named = options.out  # it has begun already: what it began from may be gone
-    if named is None and options.help_config:
+    if named is None and options.help_config is not None:
         options.recipe = "digits"  # the keys are those of all
         return
     if named is None:

@@ -1,9 +1,13 @@
 """Reading of a recipe: by name or path, from YAML or a task's file, with overrides by dotted key."""
 
+import functools
 import importlib.resources
 import json
+import operator
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -205,21 +209,41 @@ def provisional(
     return recipe, auto
 
 
-def key_lines(name: str, recipe: Recipe, auto: bool) -> Iterator[str]:
-    """Yields a line for each key: type, default, description, and the recipe's value if that differs.
+def key_lines(name: str, recipe: Recipe, auto: bool, section: str = "", width: int = 100) -> Iterator[str]:
+    """Yields lines about each key, by section: name, type, default, the recipe's value, meaning.
 
     Args:
         name: Name of the recipe.
         recipe: The recipe.
         auto: True if its micro-batch is chosen later.
+        section: Section or key, such as "optim", "model.lora" or "optim.lr"; "": all.
+        width: Columns of a line.
+
+    Raises:
+        BadInputError: If there is no such section or key.
     """
+    keys = [key for key in describe(Recipe) if not section or f"{key.name}.".startswith(f"{section}.")]
+    if not keys:
+        sections = dict.fromkeys(key.name.rpartition(".")[0] for key in describe(Recipe) if "." in key.name)
+        raise BadInputError(
+            f"--help-config {section}: no such section or key{nearest(section, sections)} "
+            f"(there are: {', '.join(sections)})"
+        )
     values = recipe.model_dump(mode="json")
     if auto:
         values["data"]["micro_batch_size"] = "auto"
-    for key in describe(Recipe):
-        value = values
-        for part in key.name.split("."):
-            value = value[part]
-        shown = redact_text(value if isinstance(value, str) else json.dumps(value))
-        here = "" if shown == key.default else f" ({name}: {shown})"
-        yield f"{key.name:<26} {key.type:<34} {key.default:<14} {key.description}{here}"
+    for place, inside in groupby(keys, lambda key: key.name.rpartition(".")[0]):
+        yield f"\n{place or 'the run'}:"
+        for key in inside:
+            value = functools.reduce(operator.getitem, key.name.split("."), values)
+            shown = redact_text(value if isinstance(value, str) else json.dumps(value))
+            here = "" if shown == key.default else f"; {Path(name).name}: {shown}"
+            default = key.default if key.default == "(required)" else f"default {key.default or '(none)'}"
+            yield from _wrapped(f"{key.name}  {key.type}; {default}{here}", width, 2, 6)
+            yield from _wrapped(key.description, width, 6, 6)
+
+
+def _wrapped(text: str, width: int, first: int, later: int) -> list[str]:
+    wrapper = textwrap.TextWrapper(max(width, 40), break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = " " * first, " " * later
+    return wrapper.wrap(text)

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from trainer.config.elsewhere import setting_meant
 from trainer.config.redact import redact, redact_text
-from trainer.config.suggest import MEANT, nearest, slip_of
+from trainer.config.suggest import nearest, slip_of
 from trainer.config.yaml_text import in_yaml
 from trainer.errors import BadInputError
 
@@ -97,7 +98,7 @@ def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "model_type":
-        what = f"a section: give its keys, such as {dotted}={{…}} or {dotted}.KEY=VALUE"
+        what = f"a section: give a key of it, such as {setting_meant(dotted) or f'{dotted}.KEY=VALUE'}"
     # Redacted before it is shortened, which could cut off what a secret is recognized by.
     given = redact_text(in_yaml(problem["input"]))
     given = given if len(given) < 60 else given[:57] + "..."
@@ -151,8 +152,10 @@ def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str
     # By the last part alone: a section that two keys have in common makes them similar, whatever they mean.
     everywhere = {key.rpartition(".")[2]: key for key in reversed(known)}
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == head}
-    if meant := everywhere.get(tail) or MEANT.get(tail):
+    if meant := everywhere.get(tail):
         return f"; did you mean '{meant}'?"
+    if meant := setting_meant(tail):
+        return f"; here it is {meant}"
     for names in (beside, everywhere):
         if found := slip_of(tail, names):
             return f"; did you mean '{names[found]}'?"

@@ -1,46 +1,31 @@
 """Nearest name, for messages about a name that doesn't exist."""
 
-import difflib
 from collections.abc import Iterable
 
-# tests/config/test_config.py has slips that are found with this, and words that are slips of no name.
-_CUTOFF = 0.7
+_FARTHEST = 2  # letters that a slip changes; one in three at most
 
-# Keys by their names in other tools, and by former names here.
-MEANT = {
-    "epochs": "epochs",
-    "seed": "seed",
-    "device": "device",
-    "workers": "data.workers",
-    "lr": "optim.lr",
-    "learning_rate": "optim.lr",
-    "clip": "optim.max_grad_norm",
-    "grad_clip": "optim.max_grad_norm",
-    "gradient_clip_val": "optim.max_grad_norm",
-    "batch_size": "data.global_batch_size",
-    "train_batch_size": "data.global_batch_size",
-    "per_device_train_batch_size": "data.micro_batch_size",
-    "accumulation": "data.global_batch_size",
-    "accumulate_grad_batches": "data.global_batch_size",
-    "gradient_accumulation_steps": "data.global_batch_size",
-    "num_workers": "data.workers",
-    "num_train_epochs": "epochs",
-    "max_epochs": "epochs",
-    "max_windows": "max_steps",
-    "warmup": "optim.warmup_steps",
-    "limit_train_batches": "data.limit",
-    "limit_val_batches": "data.limit",
-    "overfit_batches": "data.limit",
-    "max_train_samples": "data.limit",
-}
+
+def distance(a: str, b: str) -> int:
+    """Letters to insert, remove, replace or swap with the next one, to make `b` of `a`."""
+    before, row = list[int](), list(range(len(b) + 1))
+    for i, left in enumerate(a, 1):
+        last, before, row = before, row, [i]
+        for j, right in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (left != right)))
+            if i > 1 and j > 1 and left == b[j - 2] and right == a[i - 2]:
+                row[-1] = min(row[-1], last[j - 2] + 1)
+    return row[-1]
 
 
 def slip_of(name: str, known: Iterable[str]) -> str:
-    """Returns the name that was probably meant: a near one, or the only one with this prefix; else ""."""
+    """Returns the name that was probably meant: at a small distance, or the only one it begins; else ""."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=_CUTOFF)
+    most = min(_FARTHEST, max(1, len(name.lstrip("-")) // 3))
+    close = sorted((distance(name, one), one) for one in names if abs(len(one) - len(name)) <= most)
     begun = [one for one in names if one.startswith(f"{name}_")]
-    return close[0] if close else begun[0] if len(begun) == 1 else ""
+    if close and close[0][0] <= most:
+        return close[0][1]
+    return begun[0] if len(begun) == 1 else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
