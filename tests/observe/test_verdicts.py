@@ -66,8 +66,7 @@ ALONE = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samp
             {"time/wall": 30.0, "time/forward": 24.0, "time/compile": 20.0, "time/data": 6.0},
             False,
             "data-batch",
-            "the model waits for data 60% of the time (without that 2.4 x as fast); the training's own "
-            "process puts batches of 8 together",
+            "60% of the time",
         ),
         # Nothing stands out, and most isn't computing either.
         (

@@ -385,11 +385,11 @@ def test_one_evaluation_is_shown_in_the_unit_of_its_chart(tmp_path: Path, top5: 
     (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "summary.jsonl").unlink()
     html, _ = _report(folder)
-    assert f'<dt>Top5</dt><dd class="whole">{tile}\u00a0%</dd>' in html
-    ends = {"Loss": ("0.0", "2.0"), "Top5": ("0", "100"), "Perplexity": ("0", "6")}
+    assert f'<dt>Top-5 accuracy</dt><dd class="whole">{tile}\u00a0%</dd>' in html
+    ends = {"Loss": ("0.0", "2.0"), "Top-5 accuracy": ("0", "100"), "Perplexity": ("0", "6")}
     for title, (low, high) in ends.items():
         ticks = re.findall(r'x="-8"[^>]*text-anchor="end">([^<]*)', _chart(html, title))
-        assert (ticks[0], ticks[-1]) == (low, high) or (title == "Top5" and not top5), title
+        assert (ticks[0], ticks[-1]) == (low, high) or (title == "Top-5 accuracy" and not top5), title
     two, _ = _report(folder, write_run(tmp_path / "other", rows=3))
     assert f"{tile}\u00a0%" in two
 

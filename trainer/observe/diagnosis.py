@@ -201,9 +201,9 @@ def _others(e: _Evidence) -> Verdict | None:
     starved = max(e.get("cpu/starved"), e.share("data") * (e.get("loader/starved") > 0.2))
     if not e.others_disturb or starved < 0.1 or (e.facts.on_gpu and e.busy >= _BUSY):
         return None
-    what = f"other processes of this machine use {others:.1f} of {e.facts.cpus:g} CPUs, and the training is "
-    what += f"kept from them {starved:.0%} of the time"
-    return _verdict("cpu-others", starved, what, "end those, or move one of the two")
+    what = f"other processes use {others:.1f} of {e.facts.cpus:g} CPUs; the training waits for a CPU "
+    what += f"{starved:.0%} of the time"
+    return _verdict("cpu-others", starved, what, "stop them, or train on another machine")
 
 
 def _straggler(e: _Evidence) -> Verdict | None:
@@ -220,18 +220,18 @@ def _collector(e: _Evidence) -> Verdict | None:
     if share < 0.05:
         return None
     what = f"Python's garbage collector takes {share:.0%} of the time"
-    return _verdict("gc", share, what, "keep fewer objects alive, or call gc.freeze() once they are made")
+    return _verdict("gc", share, what, "keep fewer objects, or call gc.freeze() after they are made")
 
 
 def _data(e: _Evidence) -> Verdict | None:
     share = e.share("data")
     if share < 0.15 or e.busy >= _BUSY:
         return None
-    faster = f"without that {1 / (1.01 - share):.1f} x as fast"
+    faster = f"{1 / (1.01 - share):.1f} x as fast without"
     lead = f"the {e.device} waits for data {share:.0%} of the time ({faster})"
     each, workers = e.get("loader/seconds_per_sample") * 1e3, int(e.get("loader/workers"))
     if not workers and each < 0.05:  # samples in memory: what costs is the batch, not the sample
-        what = f"{lead}; the training's own process puts batches of {e.facts.micro_batch_size} together"
+        what = f"{lead}; the rank's own process collates batches of {e.facts.micro_batch_size}"
         return _verdict("data-batch", share, what, "raise data.micro_batch_size and data.global_batch_size")
     if e.get("loader/blocked") >= 0.5:
         where, what = ("network", "the network") if e.facts.remote else ("disk", "the disk or file system")
@@ -259,7 +259,7 @@ def _copy(e: _Evidence) -> Verdict | None:
     share = e.share("copy")
     if share < 0.1 or e.busy >= _BUSY:
         return None
-    what = f"the GPU waits {share:.0%} of the time for batches of {e.facts.micro_batch_size} on their way"
+    what = f"the GPU waits {share:.0%} of the time for copies of batches of {e.facts.micro_batch_size}"
     do = "raise ulimit -l so that they can be page-locked, or raise data.micro_batch_size"
     return _verdict("copy", share, what, do)
 
@@ -268,7 +268,7 @@ def _communication(e: _Evidence) -> Verdict | None:
     share = e.share("communication")
     if share < 0.25 or e.facts.ranks < 2 or _straggler(e):
         return None
-    what = f"{share:.0%} of the time goes to exchanging gradients that nothing hides"
+    what = f"{share:.0%} of the time is communication of gradients that no computation overlaps"
     do = "raise data.global_batch_size (more accumulation), parallel.compress=bf16, or check the network"
     return _verdict("communication", share, what, do)
 
@@ -281,12 +281,14 @@ def _host(e: _Evidence) -> Verdict | None:
         return None
     if e.facts.waits:
         return Verdict("sync", idle, _sync(e.facts.waits))
-    what = f"the GPU waits {idle:.0%} of the time for Python to start its kernels"
+    what = f"the GPU waits {idle:.0%} of the time for Python to launch kernels"
     return _verdict("host", idle, what, "compile.mode=reduce-overhead, or raise data.micro_batch_size")
 
 
 def _sync(where: str) -> str:
-    return f"sync: the model waits for the device in each step at {where}: leave out .item() and the like"
+    return (
+        f"sync: the model waits for the device in each step at {where}: leave out .item() and similar calls"
+    )
 
 
 def _update(e: _Evidence) -> Verdict | None:
@@ -300,8 +302,8 @@ def _update(e: _Evidence) -> Verdict | None:
 def _memory(e: _Evidence) -> Verdict | None:
     if e.get("memory/retries") < 1:
         return None
-    what = "the GPU's memory is full, and its allocator gave cached blocks back and tried again "
-    what += f"{e.get('memory/retries'):.0f} times"
+    retries = f"{e.get('memory/retries'):.0f}"
+    what = f"the GPU's memory is full: the allocator freed its cache and retried {retries} times"
     return _verdict("memory", 0.3, what, "lower data.micro_batch_size, or memory.checkpointing=blocks")
 
 

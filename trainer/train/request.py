@@ -19,8 +19,12 @@ _T = TypeVar("_T")
 
 
 def typed(argv: Sequence[str]) -> str:
-    """Returns a command as it was typed, without secrets."""
-    return shlex.join(map(redact_text, ["trainer", *argv[1:]]))
+    """Returns a command as it was typed, without secrets: of `trainer`, or of a script that calls `fit`."""
+    program = Path(argv[0]).name
+    if program.startswith("ipykernel"):
+        return "fit(...) in a notebook"
+    words = ["trainer"] if program in ("trainer", "__main__.py") else ["python", argv[0] or "-"]
+    return shlex.join(map(redact_text, [*words, *argv[1:]]))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ _WIDE = 20.0
 _ABOUT_ALL = 1.05
 # What is nearer to 0 is shown there: no arithmetic here loses itself among subnormal numbers.
 _LEAST = 1e-100
+_LARGE = 1e9  # from here on labels are powers of ten
 _BYTES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -94,14 +95,26 @@ def make_axis(
     first, last = math.floor(low / factor / step + 1e-9), math.ceil(high / factor / step - 1e-9)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     letter, prefix = (prefix, "") if kind == "count" else ("", prefix)
+    large = largest / factor >= _LARGE
     ticks = [
-        (n * step * factor, _tick(n * step, decimals) + letter * (n != 0)) for n in range(first, last + 1)
+        (n * step * factor, _multiple(n, step) if large else _tick(n * step, decimals) + letter * (n != 0))
+        for n in range(first, last + 1)
     ]
     return Axis(ticks[0][0], ticks[-1][0], False, ticks, f"{prefix}{unit}", factor, letter)
 
 
+def _multiple(count: int, step: float) -> str:
+    """Formats so many steps of 1, 2 or 5 times a power of ten, such as 3 of 5e28: 1.5·10²⁹."""
+    exponent = math.floor(math.log10(step) + 1e-9)
+    digits = str(abs(count) * round(step / 10.0**exponent))
+    exponent += len(digits) - 1
+    lead = f"{digits[0]}.{digits[1:]}".rstrip("0").rstrip(".")
+    sign = "\u2212" * (count < 0)
+    return f"{sign}{lead}\u00b710{_raised(exponent)}" if count else "0"
+
+
 def _tick(value: float, decimals: int) -> str:
-    if decimals > 4 or abs(value) >= 1e6:
+    if decimals > 4:
         # As many digits as it takes to tell neighbors apart.
         exponent = math.floor(math.log10(abs(value))) if value else 0
         return number(value, max(3, exponent + decimals + 2))
@@ -142,9 +155,12 @@ def _logarithmic(low: float, high: float, unit: str) -> Axis:
 def _power(step: int, exponent: int) -> str:
     if -3 <= exponent <= 4:
         return _tick(step * 10.0**exponent, max(0, -exponent))
+    return ("10" if step == 1 else f"{step}\u00b710") + _raised(exponent)
+
+
+def _raised(exponent: int) -> str:
     raised = "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
-    base = "10" if step == 1 else f"{step}\u00b710"
-    return base + str(exponent).translate(str.maketrans("-0123456789", raised))
+    return str(exponent).translate(str.maketrans("-0123456789", raised))
 
 
 def step_axis(last: int) -> Axis:

@@ -16,6 +16,7 @@ from trainer.runs.report.figures import (
     end_step,
     figures_of_runs,
     metric_scale,
+    metric_title,
     metrics,
     over_rows,
     status,
@@ -25,7 +26,6 @@ from trainer.runs.report.parts import html, short_hash
 from trainer.runs.report.phases import PHASES_EXPLAINED, phase_bar
 from trainer.runs.report.read import RecordedRun
 from trainer.runs.report.record import gpus_of, verdict
-from trainer.runs.report.sections import title_of
 
 _POINTS = 1600  # of a chart, over all runs
 _DIFFERENCES = 200
@@ -83,7 +83,7 @@ def _heads(names: Sequence[str]) -> list[Markup]:
 
 def _heading(name: str, figures: Sequence[Figure | None]) -> str:
     units = {figure.note for figure in figures if figure and figure.note.endswith("/s")}
-    return plain(name.capitalize() if name.islower() else name, 60) + "".join(f", {unit}" for unit in units)
+    return plain(metric_title(name), 60) + "".join(f", {unit}" for unit in units)
 
 
 def _best(figures: Sequence[Figure | None], better: int) -> str | None:
@@ -152,7 +152,7 @@ def curves_of_runs(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
                 cells = [cell for own in evaluation if (cell := over_rows(own, name))]
                 scale, label = metric_scale(name, cells)
                 charts.append(
-                    line_chart(title_of(name), lines(evaluation, name), last, scale, label, keyed=False)
+                    line_chart(metric_title(name), lines(evaluation, name), last, scale, label, keyed=False)
                 )
     return html("sections.curves", _heads(names), charts)
 

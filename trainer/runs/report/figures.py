@@ -14,6 +14,8 @@ from trainer.runs.report.read import RecordedRun
 
 _SET_PARTS = 3  # eval/NAME/metric
 _ROUNDING = 1e-6  # of a mean over many samples
+# The field's words for metrics whose names in records are not those.
+_TITLES = {"map": "mAP", "map_50": "mAP@50", "map_75": "mAP@75", "top5": "Top-5 accuracy"}
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
 
 
@@ -67,6 +69,19 @@ def sets(run: RecordedRun) -> list[str]:
     """Returns the names of further evaluation sets."""
     parts = (name.split("/") for point in run.evaluation for name in point.cells)
     return list(dict.fromkeys(part[1] for part in parts if len(part) == _SET_PARTS and part[0] == "eval"))
+
+
+def metric_title(name: str) -> str:
+    """Returns a metric's or figure's name as a heading."""
+    return _TITLES.get(name) or (name.replace("_", " ").capitalize() if name.islower() else name)
+
+
+def result(run: RecordedRun) -> str:
+    """Returns the result of a run in a line: its first metric, else its loss; "" where there is none."""
+    for kind in figures_of_runs([run]):
+        if kind.name in (*metrics(run), "Training loss") and (figure := kind.of(run)):
+            return f"{metric_title(kind.name)} {figure.text}"
+    return ""
 
 
 def more_is_better(metric: str) -> bool:
@@ -161,7 +176,7 @@ def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
 
 def _loss(run: RecordedRun) -> Figure | None:
     cells = [point.cells["loss"] for point in run.train if "loss" in point.cells and point.cells["loss"].rows]
-    return Figure(cells[-1].mean, number(cells[-1].mean), "last, training") if cells else None
+    return Figure(cells[-1].mean, number(cells[-1].mean), "last record") if cells else None
 
 
 def metric_scale(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
@@ -188,7 +203,7 @@ def metric_figure(metric: str, scale: Scale = "number") -> Callable[[RecordedRun
         up = more_is_better(metric)
         step, cell = (max if up else min)(cells, key=lambda item: item[1].high if up else item[1].low)
         best = cell.high if up else cell.low
-        note = "its best" if math.isclose(best, last) else f"best {text(best)} at step {count(step)}"
+        note = "the best" if math.isclose(best, last) else f"best {text(best)} at step {count(step)}"
         return Figure(last, text(last), note)
 
     return of
@@ -248,16 +263,16 @@ KEY_FIGURES = (
     KeyFigure("Training loss", _loss, -1),
     KeyFigure("Wall time", _wall, -1),
     *(KeyFigure(rate.title, rate.of, rate.better) for rate in _SPEEDS),
-    KeyFigure("Computing", _share_of(_COMPUTE), 1),
+    KeyFigure("Forward, backward, update", _share_of(_COMPUTE), 1),
     KeyFigure("Waiting for data", _share_of(["data"]), -1),
     *(KeyFigure(rate.title, rate.of, rate.better) for rate in _MACHINE),
     KeyFigure(
         "Device memory",
-        _most({"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "most, as nvidia-smi shows it"}),
+        _most({"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "peak, as in nvidia-smi"}),
         -1,
     ),
     KeyFigure(
-        "Memory", _most({"memory/rss_bytes": "most, host, rank 0", "memory_bytes": "most, rank 0"}), -1
+        "Memory", _most({"memory/rss_bytes": "peak, host of rank 0", "memory_bytes": "peak, rank 0"}), -1
     ),
     KeyFigure("Energy", energy, -1),
     KeyFigure("Cost", money, -1),

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from trainer.observe.text import count, plain
 from trainer.runs.report import compare, record, sections
-from trainer.runs.report.figures import status
+from trainer.runs.report.figures import result, status
 from trainer.runs.report.parts import html, templates
 from trainer.runs.report.read import RecordedRun
 
@@ -44,7 +44,7 @@ def _one(run: RecordedRun) -> dict[str, object]:
         record.cost(run),
         record.configuration(run),
     ]
-    head = html("record.head", name, *record.verdict(run), record.key_figures(run))
+    head = html("record.head", name, result(run), *record.verdict(run), record.key_figures(run))
     return {"title": f"{name}, {status(run)[0]}", "over": plain(run.name, 120), "head": head, "parts": parts}
 
 

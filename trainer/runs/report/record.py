@@ -10,7 +10,15 @@ from trainer.config.idle import is_read
 from trainer.observe.text import DASH, count, number, plain, scaled, share, size
 from trainer.runs.differences import flat
 from trainer.runs.manifest import planned_steps
-from trainer.runs.report.figures import energy, figures_of_runs, is_number, money, money_per_thousand, status
+from trainer.runs.report.figures import (
+    energy,
+    figures_of_runs,
+    is_number,
+    metric_title,
+    money,
+    money_per_thousand,
+    status,
+)
 from trainer.runs.report.parts import html, items, moment, pairs
 from trainer.runs.report.read import RecordedRun
 
@@ -55,8 +63,7 @@ def key_figures(run: RecordedRun) -> list[tuple[str, str, str]]:
     cells = [("Status", status(run)[0], _progress(run))]
     for kind in figures_of_runs([run]):
         if figure := kind.of(run):
-            name = kind.name.replace("_", " ").capitalize() if kind.name.islower() else kind.name
-            cells.append((name, figure.text, figure.note))
+            cells.append((metric_title(kind.name), figure.text, figure.note))
     return cells
 
 

@@ -9,7 +9,7 @@ from trainer.host.files import oddity, read_inside
 from trainer.observe.charts.axis import AxisKind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.text import DASH, count, plain, size
-from trainer.runs.report.figures import end_step, metric_scale, metrics, over_rows, sets, totals
+from trainer.runs.report.figures import end_step, metric_scale, metric_title, metrics, over_rows, sets, totals
 from trainer.runs.report.parts import html
 from trainer.runs.report.phases import PHASES_EXPLAINED, phase_bar, phase_chart
 from trainer.runs.report.read import KNOWN, OF_LOSSES, RecordedRun
@@ -130,7 +130,7 @@ def curves(run: RecordedRun) -> Markup:
         cell = over_rows(run.evaluation, name)
         kind, unit = metric_scale(name, [cell] if cell else [])
         lines = evaluated("evaluation" if others else name, name)
-        shown.append(line_chart(title_of(name), lines, last, kind, unit))
+        shown.append(line_chart(metric_title(name), lines, last, kind, unit))
     shown += [
         chart("Learning rate", "lr", "per update", zero=True),
         chart("Gradient norm", "grad_norm", "global norm", zero=True, may_log=True),
@@ -141,7 +141,7 @@ def curves(run: RecordedRun) -> Markup:
         cell, short = over_rows(run.train, name), name.removeprefix("watched/")
         kind, unit = metric_scale(short, [cell] if cell else [])
         shown.append(
-            line_chart(f"{title_of(short)}, training", [line(name, run.train, name)], last, kind, unit)
+            line_chart(f"{metric_title(short)}, training", [line(name, run.train, name)], last, kind, unit)
         )
     notes = ["Dashed verticals mark anomalies by their number, and restarts (↻)."] if marks else []
     if any(point.rows > 1 for point in run.train):
@@ -156,7 +156,7 @@ def of_hooks(run: RecordedRun) -> Markup:
     for name in dict.fromkeys(name for point in run.hook for name in point.cells):
         cell = over_rows(run.hook, name)
         kind, unit = metric_scale(name, [cell] if cell else [])
-        charts.append(line_chart(title_of(name), [line(name, run.hook, name)], last, kind, unit))
+        charts.append(line_chart(metric_title(name), [line(name, run.hook, name)], last, kind, unit))
     left, pictures = _PICTURE_BYTES, list[tuple[str, int, str]]()
     for name, (step, path) in run.pictures.items():
         try:
@@ -181,11 +181,6 @@ def answer_table(run: RecordedRun) -> Markup | None:
         for name in prompts
     ]
     return html("sections.answers", [one["step"] for one in run.answers], rows)
-
-
-def title_of(name: str) -> str:
-    """Makes a title of a figure's name."""
-    return name.replace("_", " ").capitalize()
 
 
 def time(run: RecordedRun) -> Markup:
