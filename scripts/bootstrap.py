@@ -97,7 +97,7 @@ class Venv:
         new.replace(self.path / STAMP)
 
     def whole(self, stamp: dict[str, Any]) -> bool:
-        """Whether its Python runs, is this version, and nothing was moved or interrupted; no stamp: by hand."""
+        """Whether its Python runs, and nothing was moved or interrupted; no stamp: made by hand."""
         if stamp and [stamp.get(key) for key in ("changing", "root", "python")] != [
             False,
             str(ROOT),
@@ -124,7 +124,9 @@ class Venv:
         """Runs uv, which is fetched by its hash where there is none; returns whether it worked."""
         here = shutil.which("uv") or shutil.which("uv", path=self.path / "bin")
         uv = here or get_uv(self.lock, self.path / "bin")
-        settings = {"UV_PYTHON_DOWNLOADS": "never", "UV_DEFAULT_INDEX": index()}
+        settings = {"UV_PYTHON_DOWNLOADS": "never"}
+        if os.environ.get("PIP_INDEX_URL"):  # which uv doesn't read
+            settings["UV_DEFAULT_INDEX"] = index()
         return not subprocess.call([str(one) for one in (uv, *words)], env={**os.environ, **settings})
 
     def install(self, min_free: float) -> None:
@@ -136,7 +138,8 @@ class Venv:
             free = shutil.disk_usage(self.path).free / 1e9
             if free < min_free:
                 stop(f"a first install needs about {min_free:g} GB; {self.path} has {free:.1f} (--min-free)")
-        print(f"bootstrap: installing {', '.join(groups)} of {self.lock.parent.name}", flush=True)
+        what = "installing" if whole else f"making {self.path}:"
+        print(f"bootstrap: {what} {', '.join(groups)} of {self.lock.parent.name}", flush=True)
         changing = {"changing": True, "groups": stamp.get("groups", {})}
         if not whole:
             old = [path for path in self.path.iterdir() if path.name not in (LOCK, STAMP)]

@@ -90,7 +90,7 @@ def main() -> None:
     wheels = {canonical(wheel.name) for wheel in lock if set(wheel.groups) & set(options.groups)}
     replaced = replaced_records(options.prefix, wheels)
     if wheels:  # a stack whose dev tools come from conda has none in that group
-        # Conda's are replaced even where the version is the same. Not --reinstall, which would fetch every wheel anew.
+        # Conda's, even of the same version. Not --reinstall, which would fetch every wheel anew.
         again = [f"--reinstall-package={name}" for name in sorted(set(replaced.values()))]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
             listed.write(select(lock, options.groups))

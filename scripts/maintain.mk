@@ -11,8 +11,8 @@ help-maintain: ## list these targets
 verify-image: ## build STACK twice without cache and compare the bytes
 	$(call script,image.py verify --stack $(STACK) $(ARGS))
 
-first-build: ## pull the bases, build STACK twice, test, write docs/results/image.md, leave a log; ADVISORIES=FILE ARGS=--prune
-	$(call script,first_build.py --stack $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS))
+first-build: ## pull the bases, build STACK twice, test, note the digests; ADVISORIES=FILE ARGS=--prune
+	ADVISORIES="$(ADVISORIES)" scripts/first_build $(STACK) $(ARGS)
 
 push: ## push what make first-build tested to REGISTRY=host/path and print the digests
 	$(call script,publish.py push --stack $(STACK) --registry "$(REGISTRY)" $(ARGS))

@@ -22,7 +22,6 @@ from typing import Any
 import lock
 import stack_table
 from conda_lock import FILES, read_toml
-from failures import explain
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,8 +204,7 @@ def resolved(asked: list[str], environments: list[str]) -> tuple[str, list[str]]
             needs = re.search(r"\btorch==\S+ depends on Python>=(3\.\d+)", error.stderr)
             later = f"python_full_version >= '{needs[1]}'" if needs else ""
             if not later or later in environments[0]:
-                why = explain(error.stderr) or f"no versions fit {' '.join(asked)} (above)"
-                raise StackError(f"uv: {why}") from None
+                raise StackError(f"uv: no versions fit {' '.join(asked)} (above)") from None
     print(f"stack: {asked[0]}: {later}: so has the new stack", flush=True)
     return resolved(asked, [f"{one} and {later}" for one in environments])
 

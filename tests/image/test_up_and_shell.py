@@ -1,7 +1,6 @@
 """P2, one command: `make up`, `make shell` and make itself start what was asked, or say in a line why not."""
 
 import ast
-import os
 import re
 import shutil
 import socket
