@@ -102,7 +102,7 @@ def main() -> None:
         record.unlink()
     if options.prune is not None:
         options.prune.parent.mkdir(parents=True, exist_ok=True)
-        options.prune.write_text(json.dumps(prune(options.prefix, dry=False), indent=1) + "\n")
+        options.prune.write_text(json.dumps(prune(options.prefix), indent=1) + "\n")
     note_lock(options.lock, options.prefix)
     paths = list(site.iterdir())
     if standard.is_relative_to(options.prefix):  # not where the environment is a virtual one
