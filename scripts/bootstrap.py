@@ -39,7 +39,7 @@ if (platform.system(), platform.machine()) not in PLATFORMS:
 
 import fcntl  # noqa: E402
 
-from wheels import get_uv, index, read_lock, select  # noqa: E402
+from wheels import Wheel, get_uv, index, read_lock, select  # noqa: E402
 
 
 def find_lock(stack: str, venv: Path) -> Path:
@@ -59,6 +59,19 @@ def find_lock(stack: str, venv: Path) -> Path:
             f"conda env create -f stacks/{stack}/environment.yml"
         )
     return lock
+
+
+def has_cuda_on_arm(wheels: list[Wheel]) -> bool:
+    """Whether a lock has CUDA for Linux on Arm, and not only on x86_64."""
+    return any(one.name.startswith("nvidia-cublas") and "aarch64" in one.marker for one in wheels)
+
+
+def say_where_cuda_is(lock: Path, wheels: list[Wheel], machine: str, driver: Path) -> None:
+    """Tells of a GPU that torch of this stack can't use: on Arm (Grace) most stacks are CPU builds."""
+    if machine == "aarch64" and driver.exists() and not has_cuda_on_arm(wheels):
+        locks = {path.parent.name: read_lock(path.read_text()) for path in ROOT.glob("stacks/*/wheels.lock")}
+        others = " or ".join(f"STACK={name}" for name, one in sorted(locks.items()) if has_cuda_on_arm(one))
+        print(f"bootstrap: {lock.parent.name} trains on the CPU of this machine; {others} has CUDA for it")
 
 
 class Venv:
@@ -170,6 +183,7 @@ class Venv:
                 self.write(stamp)
             stop("the installation failed (above); run it again to repair it", 1)
         self.write(new)
+        say_where_cuda_is(self.lock, self.wheels, platform.machine(), Path("/proc/driver/nvidia/version"))
 
 
 def bootstrap(venv: Venv, min_free: float) -> None:

@@ -37,7 +37,7 @@ class Rehearsal:
 
     def publish(self, *words: str, code: int = 0, **env: str) -> str:
         """Runs publish.py in the project; returns what it said, of a failure what stderr has."""
-        command = [sys.executable, "-B", self.project / "scripts/publish.py", *words]
+        command = [sys.executable, "-B", str(self.project / "scripts/publish.py"), *words]
         done = subprocess.run(
             command, env={**os.environ, **env}, cwd=self.project, capture_output=True, text=True, check=False
         )
@@ -49,7 +49,7 @@ class Rehearsal:
         """Runs the first build; returns its lines, which its log has, too."""
         names = ("JUPYTER_PORT", "TENSORBOARD_PORT", "SSH_PORT")
         ports = dict(zip(names, free_ports(3), strict=True))
-        command = [self.project / "scripts/first_build", STACK]
+        command = [str(self.project / "scripts/first_build"), STACK]
         more = {**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1", **ports}
         done = subprocess.run(command, env=more, capture_output=True, text=True, check=False)
         assert done.returncode == code and not done.stderr, done.stdout[-4000:] + done.stderr

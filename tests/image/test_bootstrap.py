@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bootstrap import has_cuda_on_arm, say_where_cuda_is
 from wheels import get_uv, read_lock, select
 
 from tests.container.rehearsal import served
@@ -313,6 +315,32 @@ def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
     assert done.returncode == 2
     assert "GB" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("stack", "machine", "driver", "told"),
+    [
+        ("torch2.9-cu128", "aarch64", True, True),
+        ("torch2.14-cu130", "aarch64", True, False),
+        ("torch2.9-cu128", "aarch64", False, False),
+        ("torch2.9-cu128", "x86_64", True, False),
+    ],
+)
+def test_a_gpu_on_arm_that_the_stack_cannot_use_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stack: str, machine: str, driver: bool, told: bool
+) -> None:
+    lock, version = ROOT / f"stacks/{stack}/wheels.lock", tmp_path / "version"
+    if driver:
+        version.touch()
+    say_where_cuda_is(lock, read_lock(lock.read_text()), machine, version)
+    assert ("STACK=torch2.14-cu130 " in capsys.readouterr().out) == told
+
+
+def test_the_page_names_what_each_stack_is_on_arm() -> None:
+    page = (ROOT / "docs/stacks.md").read_text()
+    for lock in ROOT.glob("stacks/torch*/wheels.lock"):
+        cuda = has_cuda_on_arm(read_lock(lock.read_text()))
+        assert re.search(rf"^\| `{re.escape(lock.parent.name)}` \| {'CUDA' if cuda else 'CPU'} ", page, re.M)
 
 
 def test_a_stack_of_condas_takes_nothing_away(with_uv: Project) -> None:

@@ -36,8 +36,8 @@ def test_a_wheel_replaces_what_conda_brought_and_nothing_else_is_fetched_anew(tm
     site = f"{tmp_path}/lib/python3.12/site-packages"
     (prefix / "python").write_text(f'#!/bin/sh\ncase "$*" in *sysconfig*) echo {site} /none ;; esac\n')
     (prefix / "python").chmod(0o755)
-    words = [sys.executable, install_wheels.__file__, lock, tmp_path, "train", "--uv", uv]
-    subprocess.run([str(word) for word in words], check=True)
+    command = [sys.executable, install_wheels.__file__, str(lock), str(tmp_path), "train", "--uv", str(uv)]
+    subprocess.run(command, check=True)
     assert not replaced.exists()
     words = (tmp_path / "words").read_text().split()
     assert [word for word in words if "install-" in word or "refresh" in word] == [
