@@ -104,7 +104,7 @@ lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels 
 
 # From a stack of wheels; a CUDA that no stack has needs DRIVER=native,floor.
 stack: override VENV = build/lock
-stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1, and test both; ARGS=--no-tests
+stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1
 	$(if $(and $(FROM),$(TORCH)),,$(error make stack needs FROM=, a folder of stacks/, and TORCH=, a version))
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)

@@ -49,7 +49,7 @@ class Rehearsal:
         """Runs the first build; returns its lines, which its log has, too."""
         names = ("JUPYTER_PORT", "TENSORBOARD_PORT", "SSH_PORT")
         ports = dict(zip(names, free_ports(3), strict=True))
-        command = [str(self.project / "scripts/first_build"), STACK]
+        command = [str(self.project / "scripts/first_build"), STACK, "--need-gb=1"]
         more = {**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1", **ports}
         done = subprocess.run(command, env=more, capture_output=True, text=True, check=False)
         assert done.returncode == code and not done.stderr, done.stdout[-4000:] + done.stderr
