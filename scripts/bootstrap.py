@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes or updates the virtual environment from a stack's hash-checked lock.
+"""Makes or updates the virtual environment from a stack's hash-checked lock, by uv.
 
 The standard library is enough, and any Python 3 can read the file: an old one gets a line, not a traceback.
 """
@@ -12,10 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTAINER = "use the container image instead (RUNTIME=container)"
 STAMP, LOCK, SITE = ".bootstrap.json", ".bootstrap.lock", "lib/python*/site-packages/*"
 VERSION = "{}.{}".format(*sys.version_info)
-DEBIAN = f"python{VERSION}-venv"
 
 
 def stop(line: str, code: int = 2) -> NoReturn:
@@ -38,209 +34,172 @@ def stop(line: str, code: int = 2) -> NoReturn:
 # Here, because older Pythons cannot evaluate the annotations that follow.
 if not OLDEST <= sys.version_info[:2] <= NEWEST:
     stop(f"Python {VERSION} is not in 3.{OLDEST[1]} to 3.{NEWEST[1]}: name one with PYTHON=…, or {CONTAINER}")
+if (platform.system(), platform.machine()) not in PLATFORMS:
+    stop(f"PyTorch has no wheels for {platform.system()} {platform.machine()} in the lock; {CONTAINER}")
+
+import fcntl  # noqa: E402
+
+from wheels import Wheel, get_uv, index, read_lock, select  # noqa: E402
 
 
-from wheels import Wheel, digest, read_lock, select  # noqa: E402
-
-
-def check_platform() -> None:
-    """Ends with one line where the lock has no wheels for the machine or the interpreter."""
-    system, machine, (libc, libc_version) = platform.system(), platform.machine(), platform.libc_ver()
-    if (system, machine) not in PLATFORMS:
-        stop(f"PyTorch has no wheels for {system} {machine} in the lock; {CONTAINER}")
-    if system == "Linux" and (libc != "glibc" or [int(n) for n in libc_version.split(".")[:2]] < [2, 28]):
-        stop(f"PyTorch's wheels need glibc 2.28 or newer; {CONTAINER}")
-    if platform.python_implementation() != "CPython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        stop(f"{sys.executable} is not a standard CPython: name one with PYTHON=…, or {CONTAINER}")
-
-
-def say(line: str) -> None:
-    """Reports progress, in order with what the installers print."""
-    print(f"bootstrap: {line}", flush=True)
-
-
-class Venv:
-    """A virtual environment and its stamp: which groups it holds, for which Python, folder and project."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.python = path, path / "bin" / "python"
-        # Not sys.executable: that may be the venv's own, or that of another one which is active.
-        self.base: str = getattr(sys, "_base_executable", sys.executable)
-        self.read()
-
-    def read(self) -> None:
-        """Reads the stamp (again: another process may have written it)."""
-        file = self.path / STAMP
-        self.stamp: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-
-    def write(self, **changes: object) -> None:
-        """Writes the stamp, whole or not at all."""
-        self.stamp.update(changes)
-        new = self.path / f"{STAMP}.new"
-        new.write_text(json.dumps(self.stamp, indent=1))
-        new.replace(self.path / STAMP)
-
-    def run(self, *command: object, quiet: bool = False) -> bool:
-        """Runs a command on this environment; returns whether it worked."""
-        # With a PYTHONPATH (cluster modules) pip would take the packages there for installed ones.
-        drop = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "UV_SYSTEM_PYTHON"}
-        kept = {key: value for key, value in os.environ.items() if key not in drop}
-        kept.update(UV_PYTHON=str(self.python), UV_PYTHON_DOWNLOADS="never", DEBIAN_FRONTEND="noninteractive")
-        kept.update(PIP_YES="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
-        kept.update(PIP_PROGRESS_BAR="on" if sys.stdout.isatty() else "off")
-        output = subprocess.DEVNULL if quiet else None
-        try:
-            return not subprocess.call(
-                [str(word) for word in command], env=kept, stdout=output, stderr=output
-            )
-        except OSError:
-            return False
-
-    def usable(self) -> bool:
-        """Whether its Python runs, is this version, and the project was not moved; no stamp: made by hand."""
-        if self.stamp and (self.stamp.get("root"), self.stamp.get("python")) != (str(ROOT), VERSION):
-            return False
-        same = f"import sys; sys.exit('{{}}.{{}}'.format(*sys.version_info) != '{VERSION}')"
-        return Path(sys.prefix) == self.path or self.run(self.python, "-c", same, quiet=True)
-
-    def holds(self, groups: dict[str, str], project: str) -> bool:
-        """Whether the groups and the project are installed as they are now."""
-        here = groups.items() <= self.stamp.get("groups", {}).items()
-        return here and project in ("", self.stamp.get("project"))
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps a second bootstrap out. The file outlives remaking: its inode is the lock."""
-        import fcntl  # not on Windows, which gets its line from check_platform()
-
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say(f"waiting for another bootstrap of {self.path}")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            self.read()
-            yield
-
-    def remake(self) -> None:
-        """Makes it anew, with the Python that runs this."""
-        old = [entry for entry in self.path.iterdir() if entry.name not in (LOCK, STAMP)]
-        if old and not self.stamp and not (self.path / "pyvenv.cfg").exists():
-            stop(f"{self.path} is not a virtual environment: left alone")
-        say(f"making {self.path} with Python {platform.python_version()}")
-        self.stamp = {}
-        self.write(changing=True)  # before anything is deleted
-        for entry in old:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        # Without pip: only a machine without uv needs it, and Debian's Python may lack ensurepip.
-        if not self.run(self.base, "-m", "venv", "--without-pip", self.path):
-            stop(f"{self.base} -m venv failed: install venv for it, or {CONTAINER}")
-
-    def pip(self) -> list[str]:
-        """The command of a pip that installs here; empty if none can be had."""
-        own, host = [str(self.python), "-m", "pip"], [self.base, "-m", "pip", "--python", str(self.python)]
-        ensure = [*own[:2], "ensurepip"]
-        if self.run(*own, "--version", quiet=True) or self.run(*ensure, quiet=True):
-            return own
-        if self.run(*host, "--version", quiet=True):
-            return host
-        if os.geteuid() == 0 and shutil.which("apt-get") and self.base.startswith(("/usr/bin/", "/bin/")):
-            say(f"neither uv nor pip: installing Debian's {DEBIAN}")
-            self.run("apt-get", "-q", "update")
-            self.run("apt-get", "-qy", "install", "--no-install-recommends", DEBIAN)
-        return own if self.run(*ensure, quiet=True) else []
-
-    def install(self, wheels: list[Wheel], groups: list[str]) -> list[str]:
-        """Installs groups with uv, which pip brings if missing, or with pip; returns the one that worked."""
-        listed, intact = self.path / ".bootstrap.txt", True
-        # What an earlier lock brought and this one does not: a plugin left over would change what runs.
-        stale = sorted(set(self.stamp.get("packages", [])) - {wheel.name for wheel in wheels})
-
-        def change(tool: list[str], names: list[str], stale: list[str]) -> bool:
-            nonlocal intact
-            before = sorted(self.path.glob(SITE))
-            listed.write_text(select(wheels, names))
-            done = self.run(*tool, "install", "--require-hashes", "--no-deps", "-r", listed)
-            done = done and (not stale or self.run(*tool, "uninstall", *stale))
-            intact = intact and (done or sorted(self.path.glob(SITE)) == before)
-            return done
-
-        pip = []
-        uv = shutil.which("uv") or shutil.which("uv", path=self.path / "bin")
-        if not uv:
-            pip = self.pip()
-            if not pip:
-                self.write(changing=False)
-                stop(f"no installer: install uv, or pip for {self.base} (Debian: {DEBIAN}), or {CONTAINER}")
-            uv = shutil.which("uv", path=self.path / "bin") if change(pip, ["boot"], []) else None
-        if uv:
-            if change([uv, "pip"], groups, stale):
-                return [uv, "pip"]
-            say("uv failed: trying pip")  # which may be configured with a mirror
-            pip = pip or self.pip()
-        if pip and change(pip, groups, stale):
-            return pip
-        self.write(changing=not intact)  # without a network, say, what was there still is
-        stop("the installation failed; run it again to repair it", 1)
-
-
-def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> None:
-    """Brings the venv to what the lock says; at once if it is there already."""
+def find_lock(stack: str, venv: Path) -> Path:
+    """The wheels.lock of a stack that a virtual environment can hold, or the end with a line."""
     lock = ROOT / (stack if "/" in stack else f"stacks/{stack}") / "wheels.lock"
     if not lock.exists():
         if lock.parent.is_dir():
             stop(f"{lock} is missing: make lock STACK={stack} makes it")
         there = sorted(path.parent.name for path in ROOT.glob("stacks/*/wheels.lock"))
         near = get_close_matches(stack, there, 1)
-        stop(
-            f"no stack {stack!r}: "
-            + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(there)}")
-        )
+        stop(f"no stack {stack!r}" + (f"; did you mean {near[0]!r}?" if near else f": {', '.join(there)}"))
     # Its lock holds only what conda lacks: installed here, that would take torch away.
     described = lock.with_name("stack.toml")
     if described.exists() and 'kind = "conda"' in described.read_text():
         stop(
-            f"STACK={stack} is conda's, which {venv.path.name} can't hold: make image STACK={stack}, or "
+            f"STACK={stack} is conda's, which {venv.name} can't hold: make image STACK={stack}, or "
             f"conda env create -f stacks/{stack}/environment.yml"
         )
-    wheels = read_lock(lock.read_text())
-    source = hashlib.sha256(lock.read_bytes()).hexdigest()  # the manifests of runs tell it
-    unknown = set(groups) - {group for wheel in wheels for group in wheel.groups}
+    return lock
+
+
+def has_cuda_on_arm(wheels: list[Wheel]) -> bool:
+    """Whether a lock has CUDA for Linux on Arm, and not only on x86_64."""
+    return any(one.name.startswith("nvidia-cublas") and "aarch64" in one.marker for one in wheels)
+
+
+def say_where_cuda_is(lock: Path, wheels: list[Wheel], machine: str, driver: Path) -> None:
+    """Tells of a GPU that torch of this stack can't use: on Arm (Grace) most stacks are CPU builds."""
+    if machine == "aarch64" and driver.exists() and not has_cuda_on_arm(wheels):
+        locks = {path.parent.name: read_lock(path.read_text()) for path in ROOT.glob("stacks/*/wheels.lock")}
+        others = " or ".join(f"STACK={name}" for name, one in sorted(locks.items()) if has_cuda_on_arm(one))
+        print(f"bootstrap: {lock.parent.name} trains on the CPU of this machine; {others} has CUDA for it")
+
+
+class Venv:
+    """A virtual environment and its stamp: groups, packages, lock, project; for which Python and folder."""
+
+    def __init__(self, path: Path, lock: Path, groups: list[str]) -> None:
+        self.path, self.lock, self.asked = path, lock, groups
+        self.python, self.wheels = path / "bin/python", read_lock(lock.read_text())
+
+    def describe(self, groups: list[str]) -> dict[str, Any]:
+        """The stamp of an environment with these groups."""
+
+        def digest(text: str) -> str:
+            return hashlib.sha256(text.encode()).hexdigest()
+
+        return {
+            "changing": False,
+            "root": str(ROOT),
+            "python": VERSION,
+            "lock": digest(self.lock.read_text()),  # the manifests of runs tell it
+            "groups": {group: digest(select(self.wheels, [group])) for group in groups},
+            "project": digest((ROOT / "pyproject.toml").read_text()) if "train" in groups else "",
+            "packages": sorted({wheel.name for wheel in self.wheels if set(groups) & set(wheel.groups)}),
+        }
+
+    def read(self) -> dict[str, Any]:
+        """The stamp; empty where there is none."""
+        file = self.path / STAMP
+        stamp: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        return stamp
+
+    def write(self, stamp: dict[str, Any]) -> None:
+        """Writes the stamp, whole or not at all."""
+        new = self.path / f"{STAMP}.new"
+        new.write_text(json.dumps(stamp, indent=1))
+        new.replace(self.path / STAMP)
+
+    def whole(self, stamp: dict[str, Any]) -> bool:
+        """Whether its Python runs, and nothing was moved or interrupted; no stamp: made by hand."""
+        if stamp and [stamp.get(key) for key in ("changing", "root", "python")] != [
+            False,
+            str(ROOT),
+            VERSION,
+        ]:
+            return False
+        asked = "import sys; print('{}.{}'.format(*sys.version_info))"
+        try:
+            return subprocess.check_output([self.python, "-c", asked], text=True).strip() == VERSION
+        except (OSError, subprocess.CalledProcessError):
+            return False
+
+    def is_there(self) -> bool:
+        """Whether it holds what is asked for, as the lock and the project are now."""
+        stamp, wanted = self.read(), self.describe(self.asked)
+        same = wanted["groups"].items() <= stamp.get("groups", {}).items()
+        if not same or wanted["project"] not in ("", stamp.get("project")) or not self.whole(stamp):
+            return False
+        if stamp["lock"] != wanted["lock"]:  # another one, which says the same of these groups
+            self.write({**stamp, "lock": wanted["lock"]})
+        return True
+
+    def uv(self, *words: object) -> bool:
+        """Runs uv, which is fetched by its hash where there is none; returns whether it worked."""
+        here = shutil.which("uv") or shutil.which("uv", path=self.path / "bin")
+        uv = here or get_uv(self.lock, self.path / "bin")
+        settings = {"UV_PYTHON_DOWNLOADS": "never"}
+        if os.environ.get("PIP_INDEX_URL"):  # which uv doesn't read
+            settings["UV_DEFAULT_INDEX"] = index()
+        return not subprocess.call([str(one) for one in (uv, *words)], env={**os.environ, **settings})
+
+    def install(self, min_free: float) -> None:
+        """Brings it to what the lock says of the groups that are asked for, and of those that it has."""
+        stamp = self.read()
+        whole = self.whole(stamp)
+        groups = sorted({*self.asked, *stamp.get("groups", {})})
+        if "train" in groups and not (whole and "train" in stamp.get("groups", {})):
+            free = shutil.disk_usage(self.path).free / 1e9
+            if free < min_free:
+                stop(f"a first install needs about {min_free:g} GB; {self.path} has {free:.1f} (--min-free)")
+        what = "installing" if whole else f"making {self.path}:"
+        print(f"bootstrap: {what} {', '.join(groups)} of {self.lock.parent.name}", flush=True)
+        changing = {"changing": True, "groups": stamp.get("groups", {})}
+        if not whole:
+            old = [path for path in self.path.iterdir() if path.name not in (LOCK, STAMP)]
+            if old and not stamp and not (self.path / "pyvenv.cfg").exists():
+                stop(f"{self.path} is not a virtual environment: left alone")
+            self.write(changing)  # before anything is deleted
+            for path in old:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            # Not sys.executable: that may be the environment's own, or that of another one which is active.
+            base = getattr(sys, "_base_executable", sys.executable)
+            if not self.uv(
+                "venv", "--quiet", "--allow-existing", "--no-project", "--python", base, self.path
+            ):
+                stop(f"{self.path} could not be made (above)", 1)
+        self.write(changing)
+        before, listed = sorted(self.path.glob(SITE)), self.path / ".bootstrap.txt"
+        listed.write_text(select(self.wheels, groups))
+        new = self.describe(groups)
+        # What an earlier lock brought and this one does not: a plugin left over would change what runs.
+        stale = sorted({*stamp.get("packages", [])} - {*new["packages"]}) if whole else []
+        install, here = ("pip", "install"), ("--python", self.python)
+        done = self.uv(*install, *here, "--require-hashes", "--no-deps", "-r", listed)
+        done = done and (not stale or self.uv("pip", "uninstall", *here, *stale))
+        if done and "train" in groups:  # the project goes where its dependencies are
+            done = self.uv(*install, *here, "--no-index", "--no-deps", "--no-build-isolation", "-e", ROOT)
+        if not done:
+            if whole and sorted(self.path.glob(SITE)) == before:  # without a network, say, all is as it was
+                self.write(stamp)
+            stop("the installation failed (above); run it again to repair it", 1)
+        self.write(new)
+        say_where_cuda_is(self.lock, self.wheels, platform.machine(), Path("/proc/driver/nvidia/version"))
+
+
+def bootstrap(venv: Venv, min_free: float) -> None:
+    """Brings the environment to what the lock says; at once if it is there already."""
+    unknown = set(venv.asked) - {group for wheel in venv.wheels for group in wheel.groups}
     if unknown:
-        stop(f"no group {', '.join(sorted(unknown))} in {lock}")
-    # The project goes where its dependencies are; other venvs (make lock) hold tools only.
-    project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest() if "train" in groups else ""
-    if venv.usable() and venv.holds(digest(wheels, groups), project) and venv.stamp.get("lock") == source:
+        stop(f"no group {', '.join(sorted(unknown))} in {venv.lock}")
+    if venv.is_there():
         return
     begun = time.monotonic()
-    with venv.locked():
-        usable = venv.usable()
-        if usable and venv.holds(digest(wheels, groups), project):
-            venv.write(lock=source)  # another lock, which says the same of these groups
-            return
-        names = sorted({*groups, *venv.stamp.get("groups", {})})
-        if not usable or venv.stamp.get("changing"):  # an interrupted installer leaves half a package
-            venv.remake()
-        held, free = venv.stamp.get("groups", {}), shutil.disk_usage(venv.path).free / 1e9
-        first = "train" in groups and "train" not in held
-        if first and free < min_free:
-            stop(f"a first install needs about {min_free:g} GB; {venv.path} has {free:.1f} free (--min-free)")
-        now = digest(wheels, names)
-        say(f"installing {', '.join(names)} of {stack}{' (downloads up to 3 GB)' * first}")
-        # Only what changes is lost if this is interrupted: adding a group leaves the others as they are.
-        intact = {name: value for name, value in held.items() if now[name] == value}
-        venv.write(changing=True, root=str(ROOT), python=VERSION, groups=intact, lock=None)
-        tool = venv.install(wheels, names)
-        packages = sorted({wheel.name for wheel in wheels if set(names) & set(wheel.groups)})
-        venv.write(changing=False, groups=now, packages=packages, lock=source)
-        if project:
-            if any(venv.path.glob(f"{SITE[:-2]}/trainer-*.dist-info")):  # its name until 0.1.0
-                venv.run(*tool, "uninstall", "trainer")
-            if not venv.run(*tool, "install", "--no-index", "--no-deps", "--no-build-isolation", "-e", ROOT):
-                stop(f"{ROOT} could not be installed", 1)
-            venv.write(project=project)
-    say(f"{venv.path} is ready ({time.monotonic() - begun:.0f} s)")
+    venv.path.mkdir(parents=True, exist_ok=True)
+    with (venv.path / LOCK).open("w") as file:  # its inode is the lock, which outlives remaking
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not venv.is_there():  # another may have done it
+            venv.install(min_free)
+    print(f"bootstrap: {venv.path} is ready ({time.monotonic() - begun:.0f} s)", flush=True)
 
 
 def main() -> None:
@@ -249,19 +208,19 @@ def main() -> None:
     need = 8.0 if (platform.system(), platform.machine()) == ("Linux", "x86_64") else 2.0
     parser = argparse.ArgumentParser(description="Makes or updates the environment from a hash-checked lock.")
     add = parser.add_argument
-    add(
-        "--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/, or a path (%(default)s)"
-    )
+    add("--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/, or a path")
     add("--groups", nargs="+", default=["train"], metavar="GROUP", help="of train, dev, test, bench, boot")
     add("--venv", type=Path, default=ROOT / ".venv", metavar="DIR", help="where (%(default)s)")
     add("--min-free", type=float, default=need, metavar="GB", help="disk space (%(default)s)")
     options = parser.parse_args()
-    check_platform()
+    path = options.venv.absolute()
     try:
-        bootstrap(Venv(options.venv.absolute()), options.stack, options.groups, options.min_free)
+        bootstrap(Venv(path, find_lock(options.stack, path), options.groups), options.min_free)
     except KeyboardInterrupt:
         stop("interrupted; run it again to repair it", 130)
-    except OSError as error:  # a full disk, a venv of somebody else
+    except LookupError as error:
+        stop(f"{error}; uv on PATH is taken instead", 1)
+    except OSError as error:  # a full disk, an index out of reach, an environment of somebody else
         stop(str(error), 1)
 
 

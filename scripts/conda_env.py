@@ -12,24 +12,21 @@ import http.client
 import json
 import os
 import shutil
-import signal
 import ssl
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
 from explicit_lock import LockError, Package, parse_lock
 
 TRIES, TIMEOUT, PARALLEL = 5, 60.0, 4  # attempts; seconds without a byte; downloads at once
-GRACE = 3.0  # seconds in which downloads under way may see that they are to stop
 # With plugins, Miniconda's terms-of-service check asks the channel, conda's --offline or not.
 NO_NETWORK = {"CONDA_NO_PLUGINS": "true", "CONDA_OFFLINE": "true"}
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # of conda itself, which stays in the dev image
@@ -76,17 +73,7 @@ def intact(file: Path, package: Package) -> bool:
     return file.is_file() and hash_of(file, package.algorithm) == package.digest
 
 
-class Source(NamedTuple):
-    """Source of packages: a cache, then a mirror (a URL or a folder) or the lock's own URLs."""
-
-    cache: Path
-    mirror: str
-    backoff: float  # seconds before the first retry
-    stop: threading.Event  # set when another download failed, or a signal came
-    parts: set[Path]  # files that are being written to
-
-
-def copy_body(url: str, target: Path, stop: threading.Event) -> None:
+def copy_body(url: str, target: Path) -> None:
     """Writes what an http(s) URL answers to a file.
 
     Raises:
@@ -97,10 +84,7 @@ def copy_body(url: str, target: Path, stop: threading.Event) -> None:
     request = urllib.request.Request(url, headers={"User-Agent": "conda_env"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, target.open("wb") as sink:
-            while block := answer.read1(1 << 18):
-                if stop.is_set():
-                    raise MakeError("stopped")
-                sink.write(block)
+            shutil.copyfileobj(answer, sink)
             expected = answer.headers.get("Content-Length")
     except urllib.error.HTTPError as error:
         if error.code >= 500 or error.code in (408, 425, 429):
@@ -115,46 +99,43 @@ def copy_body(url: str, target: Path, stop: threading.Event) -> None:
         raise ConnectionError(f"cut short: {target.stat().st_size} of {expected} bytes")
 
 
-def download(url: str, target: Path, source: Source) -> None:
+def download(url: str, target: Path, backoff: float) -> None:
     """Fetches a URL to a file; after a failure that may pass again, waiting twice as long each time."""
     for attempt in range(1, TRIES + 1):
         try:
-            copy_body(url, target, source.stop)
-            break
+            return copy_body(url, target)
         except (OSError, http.client.HTTPException) as error:
             if error.__class__ is OSError and error.errno:  # the disk, not the network
                 raise
-            if source.stop.is_set():
-                raise MakeError("stopped") from None
             if attempt == TRIES:
                 raise MakeError(f"{url}: {error} ({TRIES} attempts)") from None
-            wait = source.backoff * 2 ** (attempt - 1)
+            wait = backoff * 2 ** (attempt - 1)
             say(f"{url}: {error}; again in {wait:g} s")
-            source.stop.wait(wait)
+            time.sleep(wait)
+    return None
 
 
-def fetch(package: Package, source: Source) -> bool:
+def fetch(package: Package, cache: Path, mirror: str, backoff: float) -> bool:
     """Puts a package into the cache, its hash checked; returns True if the cache had it.
+
+    Args:
+        package: Of the lock.
+        cache: Where packages are kept.
+        mirror: A URL or a folder that stands for the host of the lock's URLs; or "".
+        backoff: Seconds before the first retry.
 
     Raises:
         MakeError: missing, or another file than the lock's.
     """
-    target, mirror = source.cache / package.path, source.mirror
+    target = cache / package.path
     if intact(target, package):
         return True
-    if target.exists():
-        say(f"{target} is corrupt: taking it again")
-        target.unlink()
-    remote = not mirror or mirror.startswith(("http:", "https:"))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
-    os.close(handle)
-    part = Path(name)
-    source.parts.add(part)
-    try:
-        url = f"{mirror.rstrip('/')}/{package.path}" if mirror else package.url
-        if remote:
-            download(url, part, source)
+    url = f"{mirror.rstrip('/')}/{package.path}" if mirror else package.url
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=target.parent) as folder:
+        part = Path(folder) / package.file
+        if url.startswith(("http://", "https://")):
+            download(url, part, backoff)
         else:
             file = Path(unquote(urlsplit(url).path) if url.startswith("file:") else url)
             if not file.is_file():
@@ -164,37 +145,22 @@ def fetch(package: Package, source: Source) -> bool:
             raise MakeError(f"{url}: another file than the lock's, its {package.algorithm} differs: refused")
         part.chmod(0o644)
         part.replace(target)  # whole or not at all: another build may share the cache
-    finally:
-        part.unlink(missing_ok=True)
-        source.parts.discard(part)
     return False
 
 
-def fetch_all(packages: list[Package], source: Source) -> None:
-    """Fetches the packages, a few at once; the first failure ends it, whatever a server still owes."""
-    begun, held, size = time.monotonic(), 0, 0
+def fetch_all(packages: list[Package], cache: Path, mirror: str, backoff: float) -> None:
+    """Fetches the packages, a few at once; the first failure ends it."""
+    begun = time.monotonic()
     pool = concurrent.futures.ThreadPoolExecutor(PARALLEL)
-    waiting = dict[concurrent.futures.Future[bool], Package]()
+    get = partial(fetch, cache=cache, mirror=mirror, backoff=backoff)
     try:
-        for package in packages:
-            waiting[pool.submit(fetch, package, source)] = package
-        for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
-            package, was_held = waiting[done], done.result()
-            held += was_held
-            size += (length := (source.cache / package.path).stat().st_size)
-            origin = "in the cache" if was_held else "fetched"
-            say(f"{number}/{len(packages)} {package.file} ({length / 1e6:.1f} MB, {origin})")
-    except BaseException:
-        source.stop.set()
+        for number, (package, held) in enumerate(zip(packages, pool.map(get, packages), strict=True), 1):
+            size = (cache / package.path).stat().st_size / 1e6
+            origin = "in the cache" if held else "fetched"
+            say(f"{number}/{len(packages)} {package.file} ({size:.1f} MB, {origin})")
+    finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        # A thread that waits for a server's next byte can't be told: it ends with the process.
-        concurrent.futures.wait([one for one in waiting if not one.cancelled()], GRACE)
-        for part in [*source.parts]:
-            part.unlink(missing_ok=True)
-        raise
-    pool.shutdown()
-    seconds = time.monotonic() - begun
-    say(f"{len(packages)} packages, {size} bytes, {held} from the cache, hashes checked, {seconds:.1f} s")
+    say(f"{len(packages)} packages, hashes checked, {time.monotonic() - begun:.1f} s")
 
 
 def link(conda: str, verb: str, prefix: Path, packages: list[Package], cache: Path, work: Path) -> None:
@@ -213,12 +179,7 @@ def link(conda: str, verb: str, prefix: Path, packages: list[Package], cache: Pa
     env |= NO_NETWORK | NO_BYTECODE | {"CONDARC": str(condarc), "HOME": str(work), "PYTHONNOUSERSITE": "1"}
     words = [conda, verb, "-y", "-p", str(prefix), "--offline", "--override-channels", "-c", "conda-forge"]
     words += ["--no-default-packages"] * (verb == "create") + ["--file", str(lock)]
-    with subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL) as child:
-        try:
-            code = child.wait()
-        except BaseException:
-            child.terminate()
-            raise
+    code = subprocess.call(words, env=env, stdin=subprocess.DEVNULL)
     if code:
         raise MakeError(f"conda {verb} ended with exit code {code}: see its lines above")
 
@@ -279,7 +240,7 @@ def verify(prefix: Path, packages: list[Package], before: set[str]) -> None:
 
 
 def make(options: argparse.Namespace) -> None:
-    """Makes the environment, or leaves nothing at the prefix."""
+    """Makes the environment; a failure may leave it half done: the stage of the image goes then."""
     prefix: Path = options.prefix.absolute()
     try:
         packages = parse_lock(options.lock.read_text(), frozenset(options.allow_md5))
@@ -306,23 +267,13 @@ def make(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix=".conda_env-", dir=prefix.parent) as folder:
         work = Path(folder)
         cache = options.cache.absolute() if options.cache else work / "packages"
-        source = Source(cache, options.mirror, options.backoff, threading.Event(), set())
-        fetch_all(packages, source)
-        if options.add:  # a failure may leave it half done; a stage of an image is thrown away then
-            before, keep = records(prefix), bytecode(prefix)
-            link(conda, "install", prefix, packages, cache, work)
-            verify(prefix, packages, before)
-            tidy(prefix, packages, keep)
-            return
-        try:
-            if prefix.exists():
-                prefix.rmdir()
-            link(conda, "create", prefix, packages, cache, work)
-            verify(prefix, packages, set())
-            tidy(prefix, packages, set())
-        except BaseException:
-            shutil.rmtree(prefix, ignore_errors=True)
-            raise
+        fetch_all(packages, cache, options.mirror, options.backoff)
+        before, keep = records(prefix), bytecode(prefix)
+        if prefix.exists() and not options.add:
+            prefix.rmdir()
+        link(conda, "install" if options.add else "create", prefix, packages, cache, work)
+        verify(prefix, packages, before)
+        tidy(prefix, packages, keep)
     version = subprocess.run([conda, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     say(f"{prefix}: {len(packages)} packages by {version} in {time.monotonic() - begun:.1f} s")
 
@@ -345,21 +296,14 @@ def main() -> None:
         print(f"conda_env: {line}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # sys.exit would wait for downloads that `fetch_all` no longer waits for
+        os._exit(code)  # sys.exit would wait for downloads under way
 
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt(number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, end)
     try:
         make(options)
     except LockError as error:
         stop(error, 2)
     except (MakeError, OSError) as error:  # or a full disk, a folder of somebody else
         stop(error, 1)
-    except KeyboardInterrupt as error:
-        stop("interrupted; nothing was left at the prefix", 128 + (error.args[0] if error.args else 2))
 
 
 if __name__ == "__main__":

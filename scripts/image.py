@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Builds a stack's image, the same each time; labels it from its inside; compares two builds."""
+"""Builds a stack's image, the same each time; labels it; compares it with its stack, and two builds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conda_lock import read_toml
-from engine_checks import ROOT, call, check_disk, check_engine, check_stack, has_image
+from engine_checks import (
+    ROOT,
+    call,
+    check_disk,
+    check_engine,
+    check_stack,
+    has_image,
+    image_digest,
+    last_line,
+)
 from image_archives import differing_files, read_layers
 
 from trainer.errors import BadInputError
+from trainer.version import __version__
 
 DEFAULT = "torch2.9-cu128"
 TARGETS = ("train", "dev")
@@ -31,6 +41,9 @@ BUILD_GB, AGAIN_GB = 25.0, 8.0
 # and its archive. Measured for zstd; reckoned from that, with 7.3 GB in place of each 3.3, for uncompressed.
 VERIFY_GB = {"uncompressed": 70.0, "zstd": 45.0, "gzip": 47.0}
 STAND_IN = "/opt/stand-in"
+PROXIES = [
+    form(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for form in (str, str.lower)
+]
 # Where a network has a certificate authority of its own, its certificates are here.
 CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
 
@@ -59,21 +72,16 @@ class Request(NamedTuple):
         return self.tag or f"trainer:{self.stack}-{self.target}"
 
 
-class CommandError(BadInputError):
-    """A command failed; what it printed says why."""
-
-
-def run(*words: str | Path, quiet: bool = False, code: int = 0) -> None:
+def run(*words: str | Path) -> None:
     """Runs a command, after saying which.
 
     Raises:
-        CommandError: If it ends with another exit code.
+        BadInputError: If it fails; what it printed says why.
     """
     print("+", " ".join(map(str, words)), flush=True)
-    done = subprocess.run([str(word) for word in words], check=False, capture_output=quiet, text=True)
-    if done.returncode != code:
-        said = f": {done.stderr.strip().splitlines()[-1]}" if quiet and done.stderr.strip() else ""
-        raise CommandError(f"`{' '.join(map(str, words[:4]))} …` failed (exit code {done.returncode}){said}")
+    done = subprocess.run([str(word) for word in words], check=False)
+    if done.returncode:
+        raise BadInputError(f"`{' '.join(map(str, words[:4]))} …` failed (exit code {done.returncode})")
 
 
 def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: str) -> list[str]:
@@ -82,6 +90,7 @@ def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: 
     arguments = {
         "STACK": request.stack,
         "TORCH_VERSION": stack["pins"]["torch"],
+        "DRIVER": stack["driver"]["floor"],
         "SOURCE_DATE_EPOCH": str(stack["source_date_epoch"]),
         "ALLOW_MD5": " ".join(one.rsplit("-", 2)[0] for one in stack["conda"].get("md5_only", [])),
     }
@@ -91,6 +100,8 @@ def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: 
         arguments |= {"CONDA_LOCKS": STAND_IN, "CONDA_MIRROR": STAND_IN, "ALLOW_MD5": ""}
     for name, value in arguments.items():
         words += ["--build-arg", f"{name}={value}"]
+    # By name: a proxy's password is on no command line, and BuildKit keeps them out of the image.
+    words += [f"--build-arg={name}" for name in PROXIES if os.environ.get(name)]
     if CERTIFICATES.is_file():
         words += ["--secret", f"id=ca,src={CERTIFICATES}"]
     return [*words, *more, str(ROOT)]
@@ -111,29 +122,25 @@ def archive_words(
     return build_words(request, stack, request.target, *as_labels(labels), *more, "--output", made)
 
 
-def labels_of(
-    request: Request, stack: Mapping[str, Any], facts: Mapping[str, Any], commit: str
-) -> dict[str, str]:
-    """Returns the image's labels: from the libraries in it; description, date and driver from stack.toml."""
+def labels_of(request: Request, stack: Mapping[str, Any], commit: str) -> dict[str, str]:
+    """Returns the image's labels, from stack.toml, against which `check_facts` holds the image."""
     created = datetime.fromtimestamp(stack["source_date_epoch"], timezone.utc)
     labels = {
         f"{LABEL}.title": "trainer",
         f"{LABEL}.description": stack["about"],
-        f"{LABEL}.version": facts["trainer"],
+        f"{LABEL}.version": __version__,
         f"{LABEL}.revision": commit,
         f"{LABEL}.created": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
         f"{LABEL}.licenses": "Apache-2.0",
         f"{LABEL}.source": source_of(ROOT),
         "trainer.stack": request.stack,
-        "trainer.python": facts["python"],
-        "trainer.torch": facts["torch"],
-        "trainer.cuda": facts["cuda"],
-        "trainer.cudnn": facts["cudnn"],
-        "trainer.nccl": facts["nccl"],
-        "trainer.architectures": " ".join(facts["architectures"]),
+        "trainer.python": "" if request.stand_in else stack["python"],
+        "trainer.torch": stack["pins"]["torch"],
+        **{f"trainer.{name}": stack["brings"][name] for name in ("cuda", "cudnn", "nccl")},
+        "trainer.architectures": " ".join(stack["gpu"]["architectures"]),
         "trainer.driver": f">={stack['driver']['floor']}",
+        "trainer.stand-in": "both bases" if request.stand_in else "",
     }
-    labels |= {"trainer.stand-in": "both bases"} if request.stand_in else {}
     return {name: value for name, value in labels.items() if value}
 
 
@@ -177,18 +184,23 @@ def read_stack(name: str) -> Any:
     return read_toml(ROOT / "stacks" / name / "stack.toml")
 
 
-def checked_facts(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the versions that the libraries in the image name, asked in a stage of the build.
+def check_facts(request: Request, stack: Mapping[str, Any]) -> None:
+    """Asks the libraries in an image for their versions; an image that isn't its stack loses its name.
 
     Raises:
-        BadInputError: they aren't the stack's.
+        BadInputError: They aren't the stack's.
     """
-    run(*build_words(request, stack, "facts", "--output", f"type=local,dest={folder}"))
-    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    wrong = mismatches(stack, facts, bool(request.stand_in))
+    words = ["docker", "run", "--rm", "--interactive", "--network=none", "--entrypoint=/opt/env/bin/python"]
+    script = (ROOT / "scripts/image_facts.py").read_text()
+    asked = subprocess.run(
+        [*words, request.name, "-"], input=script, capture_output=True, text=True, check=False
+    )
+    wrong = [last_line(asked.stderr)]
+    if asked.returncode == 0:
+        wrong = mismatches(stack, json.loads(asked.stdout), bool(request.stand_in))
     if wrong:
+        call("docker", "rmi", request.name)
         raise BadInputError(f"{request.name} isn't its stack: {'; '.join(wrong)}")
-    return facts
 
 
 @contextmanager
@@ -214,8 +226,7 @@ def build(request: Request) -> None:
     stack = read_stack(request.stack)
     check_engine(build=True)
     check_disk(AGAIN_GB if has_image(f"trainer:{request.stack}-train") else BUILD_GB)
-    with scratch() as folder:
-        labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
+    labels = labels_of(request, stack, commit_of(ROOT))
     # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.
     # Not compressed: gzip takes minutes, and nothing is sent anywhere.
     into = f"type=image,name={request.name},unpack=true,compression=uncompressed,force-compression=true"
@@ -223,6 +234,7 @@ def build(request: Request) -> None:
         into = f"type=docker,name={request.name}"
     given = [*as_labels(labels), "--output", into]
     run(*build_words(request, stack, request.target, *given))
+    check_facts(request, stack)
     print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
     if not request.tag:
         # The name that this day's image keeps when the next one is built.
@@ -274,30 +286,44 @@ def check_size(request: Request, stack: Mapping[str, Any]) -> None:
     print(f"image: {line}, measured with a stand-in for the bases", flush=True)
 
 
-def verify(request: Request, above: bool) -> int:
+def verify(request: Request, load: bool, prune: bool, need_gb: float | None) -> int:
     """Builds twice without cache and compares; returns 1 and names the files where the builds differ.
 
     Args:
         request: What to build.
-        above: Only compare what the stages above `wheels` make.
+        load: Give the engine the second build, whose bytes are the first one's.
+        prune: Empty the engine's build cache between the builds, on a small disk.
+        need_gb: Disk to ask for; None: what two builds of the default stack took.
+
+    Raises:
+        BadInputError: A build failed, or the image isn't its stack.
     """
     stack = read_stack(request.stack)
     check_engine(build=True)
     check_store()
-    check_disk(AGAIN_GB if above else VERIFY_GB[request.compression])
-    again = ["--no-cache-filter=base,code,above", "--build-arg", "VERIFY=1"] if above else ["--no-cache"]
-    request = request._replace(target="above") if above else request
+    check_disk(VERIFY_GB[request.compression] if need_gb is None else need_gb)
+    labels = labels_of(request, stack, commit_of(ROOT)) if load else {}
     with scratch() as folder:
         first, second = (folder / f"{number}.tar" for number in (1, 2))
-        for archive in (first, second):
-            run(*archive_words(request, stack, {}, archive, *again))
+        run(*archive_words(request, stack, labels, first, "--no-cache"))
+        if prune:
+            run("docker", "buildx", "prune", "--all", "--force")
+        run(*archive_words(request, stack, labels, second, "--no-cache"))
         found = differences(first, second, request.compression)
-        if not found:
-            built = read_layers(second)
-            print(f"image: two builds gave {built.digest} ({len(built.layers)} layers)")
-    for line in found:
-        print(f"image: {line}", file=sys.stderr)
-    return 1 if found else 0
+        for line in found:
+            print(f"image: {line}", file=sys.stderr)
+        if found:
+            return 1
+        built = read_layers(second)
+        first.unlink()
+        if load:
+            run("docker", "load", "--quiet", "--input", second)
+    print(f"image: two builds gave {built.digest} ({len(built.layers)} layers)")
+    if load:
+        check_facts(request, stack)
+        if image_digest(request.name) != built.digest:
+            raise BadInputError(f"the engine loaded {request.name} as another image than {built.digest}")
+    return 0
 
 
 def differences(first: Path, second: Path, compression: str) -> list[str]:
@@ -336,13 +362,17 @@ def main() -> int:
         )
         if name == "verify":
             command.add_argument(
-                "--above-wheels", action="store_true", help="only the layers above the wheels"
+                "--load", action="store_true", help="give the engine the second build, labeled"
+            )
+            command.add_argument("--need-gb", type=float, metavar="GB", help="disk to ask for")
+            command.add_argument(
+                "--prune", action="store_true", help="empty the build cache between the builds"
             )
     options = parser.parse_args()
     request = Request(options.stack, options.target, options.stand_in, options.tag, options.compression)
     try:
         if options.command == "verify":
-            return verify(request, options.above_wheels)
+            return verify(request, options.load, options.prune, options.need_gb)
         build(request)
     except BadInputError as error:
         print(f"image: {error}", file=sys.stderr)

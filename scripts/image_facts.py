@@ -1,4 +1,4 @@
-"""Facts of an image: runs inside it, with its Python, and prints JSON. No GPU is needed."""
+"""Facts of an image: its Python reads this from image.py, and prints JSON. No GPU is needed."""
 
 import importlib
 import json

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Installs groups of a wheels.lock into an environment of the image, each by its hash, the same each time.
+"""Installs groups of a wheels.lock into an environment of the image by uv, the same each time.
 
 Runs while the image is built. The standard library is enough.
 """
@@ -15,33 +15,13 @@ from pathlib import Path
 from prune_env import prune
 from wheels import canonical, read_lock, select
 
-
-def install(lock: Path, python: Path, groups: list[str], uv: Path, replace: set[str]) -> None:
-    """Installs the groups.
-
-    Args:
-        lock: wheels.lock of a stack.
-        python: The environment's.
-        groups: Of the lock.
-        uv: The program.
-        replace: Packages to install even where their version is there: conda's are not the locked wheels.
-    """
-    environment = {
-        **os.environ,
-        "PYTHONDONTWRITEBYTECODE": "1",  # with times in it
-        "UV_PYTHON_DOWNLOADS": "never",
-        "UV_NO_INSTALLER_METADATA": "1",  # says when and from where it was installed
-        "UV_LINK_MODE": "copy",
-        "UV_NO_PROGRESS": "1",
-    }
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
-        listed.write(select(read_lock(lock.read_text()), groups))
-        listed.flush()
-        words = [uv, "pip", "install", "--python", python, "--require-hashes", "--no-deps", "-r", listed.name]
-        # Not --reinstall: that would download every wheel anew, whatever the cache holds.
-        words += [f"--reinstall-package={name}" for name in sorted(replace)]
-        subprocess.run([str(word) for word in words], env=environment, check=True)
-    (python.parent.parent / ".lock").unlink(missing_ok=True)  # uv's
+SETTINGS = {
+    "PYTHONDONTWRITEBYTECODE": "1",  # with times in it
+    "UV_PYTHON_DOWNLOADS": "never",
+    "UV_NO_INSTALLER_METADATA": "1",  # says when and from where it was installed
+    "UV_LINK_MODE": "copy",
+    "UV_NO_PROGRESS": "1",
+}
 
 
 def replaced_records(prefix: Path, wheels: set[str]) -> dict[Path, str]:
@@ -70,12 +50,13 @@ def compile_all(python: Path, paths: list[Path]) -> None:
     shares: what one writes depends on what it compiled before (marshal's flags follow reference counts).
     """
     words = [python, "-B", "-m", "compileall", "-qq", "-j1", "--invalidation-mode", "unchecked-hash"]
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
     torch = [path for path in paths if path.name == "torch"]
-    shares = [share for share in (torch, [path for path in paths if path not in torch]) if share]
     running = [
-        subprocess.Popen([str(word) for word in [*words, *sorted(share)]], env=environment)
-        for share in shares
+        subprocess.Popen(
+            [str(word) for word in [*words, *sorted(share)]], env={**os.environ, "PYTHONHASHSEED": "0"}
+        )
+        for share in (torch, [path for path in paths if path not in torch])
+        if share
     ]
     for process in running:
         # 1 only counts files that no Python 3 can compile: templates, say.
@@ -95,10 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lock", type=Path, help="wheels.lock of a stack")
     parser.add_argument("prefix", type=Path, help="the environment")
-    parser.add_argument("--groups", nargs="+", required=True, help="groups of the lock")
-    parser.add_argument(
-        "--uv", type=Path, required=True, help="folder of uv; made with pip if it isn't there"
-    )
+    parser.add_argument("groups", nargs="+", help="of the lock")
+    parser.add_argument("--uv", required=True, help="the program")
     parser.add_argument(
         "--prune", type=Path, metavar="LIST", help="remove what isn't needed; write this list"
     )
@@ -107,17 +86,23 @@ def main() -> None:
     asked = "import sysconfig; print(sysconfig.get_path('purelib'), sysconfig.get_path('stdlib'))"
     site, standard = map(Path, subprocess.check_output([python, "-B", "-c", asked], text=True).split())
     site.mkdir(parents=True, exist_ok=True)
-    wheels = [
-        wheel for wheel in read_lock(options.lock.read_text()) if set(wheel.groups) & set(options.groups)
-    ]
-    replaced = replaced_records(options.prefix, {canonical(wheel.name) for wheel in wheels})
+    lock = read_lock(options.lock.read_text())
+    wheels = {canonical(wheel.name) for wheel in lock if set(wheel.groups) & set(options.groups)}
+    replaced = replaced_records(options.prefix, wheels)
     if wheels:  # a stack whose dev tools come from conda has none in that group
-        install(options.lock, python, options.groups, options.uv, set(replaced.values()))
+        # Conda's, even of the same version. Not --reinstall, which would fetch every wheel anew.
+        again = [f"--reinstall-package={name}" for name in sorted(set(replaced.values()))]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
+            listed.write(select(lock, options.groups))
+            listed.flush()
+            words = [options.uv, "pip", "install", "--python", str(python), "--require-hashes", "--no-deps"]
+            subprocess.run([*words, *again, "-r", listed.name], env={**os.environ, **SETTINGS}, check=True)
+        (options.prefix / ".lock").unlink(missing_ok=True)  # uv's
     for record in replaced:  # no longer true
         record.unlink()
     if options.prune is not None:
         options.prune.parent.mkdir(parents=True, exist_ok=True)
-        options.prune.write_text(json.dumps(prune(options.prefix, dry=False), indent=1) + "\n")
+        options.prune.write_text(json.dumps(prune(options.prefix), indent=1) + "\n")
     note_lock(options.lock, options.prefix)
     paths = list(site.iterdir())
     if standard.is_relative_to(options.prefix):  # not where the environment is a virtual one

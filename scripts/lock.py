@@ -23,7 +23,6 @@ from typing import Any
 
 import conda_lock
 from conda_lock import FILES, Package, read_toml
-from failures import explain
 from wheels import canonical, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,9 +241,8 @@ def run(stack: Path, only: str, pool: Path | None, upgrade: bool) -> int:
             texts[stack / "wheels.lock"] = lock_wheels(
                 str(uv), stack, upgrade, conda_lock.read_records(records)
             )
-        except subprocess.CalledProcessError as error:
-            why = explain(error.stderr) or "no solution (above)"
-            return stop(f"uv: {why}; nothing is changed", 1)
+        except subprocess.CalledProcessError:
+            return stop("uv: no solution (above); nothing is changed", 1)
     today = int(time.time()) // 86400 * 86400
     print(f"lock: {stack.name}: changed {', '.join(replace(texts, stack, today)) or 'nothing'}")
     return 0

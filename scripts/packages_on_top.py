@@ -50,7 +50,7 @@ def search_path(stack: str, version: str) -> str:
 def environment(variables: Mapping[str, str]) -> str:
     """The image's variables for shells that begin without them (profile.sh), a line each."""
     kept = re.compile(
-        r"PATH|LANG|PYTHON[A-Z]+|PYTORCH_VERSION|TORCH_HOME|MPLCONFIGDIR|[A-Z]+_CACHE_(HOME|DIR)"
+        r"(LD_LIBRARY_)?PATH|LANG|PYTHON[A-Z]+|PYTORCH_VERSION|TORCH_HOME|MPLCONFIGDIR|[A-Z]+_CACHE_(HOME|DIR)"
     )
     return "".join(f"{name}={value}\n" for name, value in sorted(variables.items()) if kept.fullmatch(name))
 

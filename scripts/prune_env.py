@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""Removes from an environment what nothing uses at run time, and lists it in a file.
+"""Removes from an environment what nothing uses at run time: install_wheels.py calls it and keeps the list.
 
-The savings were measured with `prune_env.py --dry-run` on torch2.9-cu128's wheels, groups train and dev, for
+The savings were measured on torch2.9-cu128's wheels, groups train and dev, for
 Python 3.11 on x86_64. What a record or a RECORD names and the list holds is accounted for.
 
 Left alone, though nothing needs it to run: `.pyi` (5 MB without jedi's, which its completion reads; editors
@@ -10,14 +9,10 @@ ptxas, nvdisasm and NVSHMEM's device bitcode, which GPU features call; and symbo
 whose license forbids changes.
 """
 
-import argparse
 import hashlib
-import json
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,7 +113,7 @@ def own(prefix: Path, pattern: str) -> list[Path]:
     return [path for path in found if not any(path.is_relative_to(link) for link in links)]
 
 
-def remove(prefix: Path, rule: Rule, dry: bool) -> tuple[list[Path], int]:
+def remove(prefix: Path, rule: Rule) -> tuple[list[Path], int]:
     """Removes what a rule names; returns the files and their bytes."""
     gone: list[Path] = []
     size = 0
@@ -128,7 +123,7 @@ def remove(prefix: Path, rule: Rule, dry: bool) -> tuple[list[Path], int]:
         gone.append(path)
     files = [file for path in gone for file in files_of(path)]
     size = size_of(files)
-    for path in [] if dry else gone:
+    for path in gone:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -136,7 +131,7 @@ def remove(prefix: Path, rule: Rule, dry: bool) -> tuple[list[Path], int]:
     return files, size
 
 
-def link(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, Path], int]:
+def link(prefix: Path, gone: set[Path]) -> tuple[dict[Path, Path], int]:
     """Replaces copies of a library by relative links to the first; returns the links and the bytes saved."""
     found = {path for pattern in DUPLICATES.patterns for path in own(prefix, pattern)}
     by_size: dict[int, list[Path]] = {}
@@ -154,10 +149,9 @@ def link(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, Path], in
                 continue
             target = Path(os.path.relpath(original, path.parent))
             links[path], saved = target, saved + size
-            if not dry:
-                new = path.with_name(f".{path.name}.link")
-                new.symlink_to(target)
-                new.replace(path)
+            new = path.with_name(f".{path.name}.link")
+            new.symlink_to(target)
+            new.replace(path)
     return links, saved
 
 
@@ -176,22 +170,18 @@ def strip(prefix: Path, path: Path, new: Path) -> int:
     return saved
 
 
-def strip_all(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, dict[str, str]], int]:
+def strip_all(prefix: Path, gone: set[Path]) -> tuple[dict[Path, dict[str, str]], int]:
     """Takes the symbols from libraries; returns their hashes before and after, and the bytes saved."""
     stripped: dict[Path, dict[str, str]] = {}
     saved = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        for path in sorted({path for pattern in SYMBOLS.patterns for path in own(prefix, pattern)} - gone):
-            new = Path(scratch) / path.name if dry else path.with_name(f".{path.name}.new")
-            if path.is_symlink() or not (less := strip(prefix, path, new)):
-                continue
-            saved += less
-            stripped[path] = {"before": digest_of(path), "after": digest_of(new)}
-            if dry:
-                new.unlink()
-            else:
-                shutil.copymode(path, new)
-                new.replace(path)
+    for path in sorted({path for pattern in SYMBOLS.patterns for path in own(prefix, pattern)} - gone):
+        new = path.with_name(f".{path.name}.new")
+        if path.is_symlink() or not (less := strip(prefix, path, new)):
+            continue
+        saved += less
+        stripped[path] = {"before": digest_of(path), "after": digest_of(new)}
+        shutil.copymode(path, new)
+        new.replace(path)
     return stripped, saved
 
 
@@ -204,54 +194,23 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def prune(prefix: Path, dry: bool) -> dict[str, object]:
+def prune(prefix: Path) -> dict[str, object]:
     """Applies every rule; returns what the list says of each and of each path, relative to the prefix."""
     rules, removed = [], set[Path]()
     for rule in RULES:
-        files, size = remove(prefix, rule, dry)
+        files, size = remove(prefix, rule)
         removed |= set(files)
         rules.append((rule, len(files), size))
-    links, saved = link(prefix, removed, dry)
+    links, saved = link(prefix, removed)
     rules.append((DUPLICATES, len(links), saved))
-    stripped, saved = strip_all(prefix, removed | links.keys(), dry)
+    stripped, saved = strip_all(prefix, removed | links.keys())
     rules.append((SYMBOLS, len(stripped), saved))
     for rule, number, size in rules:
         print(f"prune_env: {size / 1e6:6.1f} MB in {number:4} files: {rule.name} ({rule.why})")
-    print(
-        f"prune_env: {sum(size for *_, size in rules) / 1e6:6.1f} MB in all{' (dry run)' * dry}", flush=True
-    )
+    print(f"prune_env: {sum(size for *_, size in rules) / 1e6:6.1f} MB in all", flush=True)
     return {
         "rules": [{"rule": r.name, "why": r.why, "files": n, "bytes": size} for r, n, size in rules],
         "removed": sorted(str(path.relative_to(prefix)) for path in removed),
         "linked": {str(path.relative_to(prefix)): str(links[path]) for path in sorted(links)},
         "stripped": {str(path.relative_to(prefix)): hashes for path, hashes in stripped.items()},
     }
-
-
-def main() -> None:
-    """Reads the arguments."""
-    parser = argparse.ArgumentParser(description="Removes what an environment does not need to run.")
-    parser.add_argument("prefix", type=Path, metavar="PREFIX", help="the environment")
-    parser.add_argument("list", type=Path, metavar="LIST", help="JSON file to write what was removed to")
-    parser.add_argument("--dry-run", action="store_true", help="removes nothing, only says and lists")
-    options = parser.parse_args()
-    prefix: Path = options.prefix.absolute()
-    if not list(prefix.glob(SITE)):
-        print(f"prune_env: {prefix} is no environment: it has no {SITE}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        if options.list.exists() and not options.dry_run:
-            # A second run would write an empty one over the only account of what is gone.
-            print(
-                f"prune_env: {options.list} is there already: pruned before; delete it first", file=sys.stderr
-            )
-            sys.exit(2)
-        options.list.touch()
-        options.list.write_text(json.dumps(prune(prefix, options.dry_run), indent=1) + "\n")
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"prune_env: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

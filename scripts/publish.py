@@ -2,7 +2,8 @@
 """Publishes the images that `make first-build` tested, and no others: pushes, signs and attests, tags them.
 
 `push` gives a registry those digests under a name that moves (candidate-…); `sign` signs them and attests
-their bills of materials and where they come from; `tag` names them by day and version, and moves no name.
+their bills of materials and where they come from; `tag` names them by day and version, which never move, and
+moves the name without either to them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from engine_checks import ROOT, call, check_engine, image_digest, last_line
-from failures import explain
-from first_build import FOLDER
 from image import DEFAULT, commit_of, run, source_of
 
 from trainer.errors import BadInputError
 from trainer.version import __version__
 
+FOLDER = ROOT / "build/first-build"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Tested = dict[str, Any]
 
@@ -76,7 +76,7 @@ def digest_of(ref: str) -> str:
         return str(json.loads(done.stdout))
     if re.search(r": not found\s*$|manifest unknown|name unknown", done.stderr, re.I):
         return ""
-    raise BadInputError(f"{ref} can't be looked up: {explain(done.stderr) or last_line(done.stderr)}")
+    raise BadInputError(f"{ref} can't be looked up: {last_line(done.stderr)}")
 
 
 def push(about: Tested, registry: str) -> None:
@@ -123,7 +123,7 @@ def provenance(about: Tested, target: str) -> dict[str, Any]:
     by = f"{server}/{workflow}" if workflow else f"{source}#a-machine-of-its-maintainers"
     return {
         "buildDefinition": {
-            "buildType": f"{source}/blob/{about['commit']}/scripts/first_build.py",
+            "buildType": f"{source}/blob/{about['commit']}/scripts/first_build",
             "externalParameters": {"stack": about["stack"], "target": target},
             "resolvedDependencies": found,
         },
@@ -214,6 +214,10 @@ def tag(about: Tested, registry: str, day: str, version: str) -> None:
         if (found := digest_of(name)) != digest:
             raise BadInputError(f"{name} is {found}, not {digest}: it wasn't moved")
         print(f"publish: {name} is {digest}", flush=True)
+    for target, digest in about["images"].items():  # the one name that moves
+        name = f"{registry}/trainer:{short(about['stack'], target)}"
+        run("cosign", "copy", "--force", f"{registry}/trainer@{digest}", name)
+        print(f"publish: {name} is {digest} now", flush=True)
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs what `make train`, `make shell`, `make up` and `make down` ask for, in a container or in .venv.
+"""Runs what `make train`, `doctor`, `shell`, `up` and `down` ask for, in a container or in .venv.
 
 It says which and why. Nothing here builds an image, but `up` does where it is missing, and says so. The
 standard library is enough.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -34,13 +33,13 @@ from engine_checks import (
     has_image,
     host_driver,
     image_digest,
+    last_line,
 )
 
 from trainer.errors import BadInputError
 from trainer.host.environment import IMAGE_DIGEST
 from trainer.host.gpus import Gpu, chosen_gpus
 
-PORTS = {"JUPYTER_PORT": "8888", "TENSORBOARD_PORT": "6006", "SSH_PORT": "2222"}
 SERVICES = {"jupyter": "JUPYTER_PORT", "tensorboard": "TENSORBOARD_PORT", "ssh": "SSH_PORT"}
 COMPOSE, GPU_FILE = "docker-compose.yml", "scripts/compose/gpu.yml"
 PROJECT, ONE_OFF = "com.docker.compose.project", "com.docker.compose.oneoff=True"
@@ -185,6 +184,30 @@ def _facts(options: argparse.Namespace, image: str, gpus: Sequence[Gpu], conda: 
     return Facts(**common, given=given, gpus=uuids, seen=found, blind=blind, outside=beyond)
 
 
+def doctor(options: argparse.Namespace) -> None:
+    """`make doctor`: looks at this machine from .venv, then at what a container of the image sees of it."""
+    image = options.image or f"trainer:{check_stack(options.stack).name}-train"
+    here = [f"{options.venv}/bin/trainer", "doctor", *options.words]
+    show(here)
+    code = subprocess.call(here)
+    if code == 2:  # bad input: a container would say the same once more
+        raise SystemExit(code)
+    try:
+        check_engine()
+        if not has_image(image):
+            raise BadInputError(f"no image {image}; make image STACK={options.stack} builds it")
+    except BadInputError as error:
+        say(f"not looked at from a container: {error}")
+        raise SystemExit(code) from None
+    gpus, visible = gpus_here()
+    seen = visible and container_gpus(image)[0]
+    words = container_words(image, gpus, visible if seen else [], options.data)
+    words += ["trainer", "doctor", *options.words]
+    say(f"from a container of {image}")
+    show(words)
+    raise SystemExit(max(code, subprocess.call(words)))
+
+
 def shell(options: argparse.Namespace) -> None:
     """`make shell`: bash in the dev image."""
     check_stack(options.stack)
@@ -202,56 +225,69 @@ def shell(options: argparse.Namespace) -> None:
 
 def up(options: argparse.Namespace) -> None:
     """`make up`: JupyterLab and TensorBoard, with the GPU file where it works."""
-    stack = check_stack(options.stack)
+    if options.stack:
+        os.environ["STACK"] = check_stack(options.stack).name
     check_engine(compose=True)
-    name_project()
-    image = options.image or f"trainer:{options.stack}-dev"
-    environment = {**os.environ, "STACK": stack.name}
     if options.image:
-        environment["TRAINER_IMAGE"] = image
-    if not has_image(image):
-        build = [
-            sys.executable,
-            str(ROOT / "scripts/image.py"),
-            "build",
-            "--stack",
-            stack.name,
-            "--target",
-            "dev",
-        ]
-        say(f"no image {image} here: {'pulling' if options.image else 'building'} it first")
-        words = ["docker", "pull", image] if options.image else build
-        show(words)
-        if subprocess.call(words):
-            raise BadInputError(f"{image} can't be had; what failed stands above")
+        os.environ["TRAINER_DEV_IMAGE"] = options.image
+    name_project()
     compose = ["docker", "compose", "-f", COMPOSE]
+    told = call(*compose, "config", "--format", "json")  # Compose alone knows what its files and .env say
+    if told.returncode:
+        raise BadInputError(f"docker compose: {last_line(told.stderr)}")
+    services = json.loads(told.stdout)["services"]
+    if services["jupyter"]["environment"].get("TRAINER_IMAGE"):
+        raise BadInputError("TRAINER_IMAGE is two: give TRAINER_DEV_IMAGE or TRAINER_TRAIN_IMAGE")
+    for image in sorted({one["image"] for one in services.values()}):
+        _get(image)
     listed = call(*compose, "ps", "--services", "--status", "running").stdout.split()
-    check_ports({SERVICES[one]: port for one, port in _wanted_ports(compose).items() if one not in listed})
+    ports = {one: services[one]["ports"][0]["published"] for one in SERVICES if one in services}
+    check_ports({SERVICES[one]: port for one, port in ports.items() if one not in listed})
+    image = services["jupyter"]["image"]
     seen, blind = container_gpus(image)
-    say(f"image {options.image}" if options.image else f"stack {stack.name}")
+    say(f"image {image}")
     kinds = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in seen).items())
     say(f"with {GPU_FILE}: containers see {kinds}" if seen else f"without {GPU_FILE}, on the CPU: {blind}")
     compose += ["-f", GPU_FILE] if seen else []
-    environment[IMAGE_DIGEST] = image_digest(image)
     compose += ["up", "--detach", "--wait", "--no-build", *options.words]
     if listed:  # begun by Compose alone, say, which doesn't tell them the image's digest
         say(f"what runs already stays as it is ({', '.join(listed)}): make down first to start it anew")
         compose.append("--no-recreate")
     show(compose)
-    if code := subprocess.call(compose, env=environment):
+    if code := subprocess.call(compose, env={**os.environ, IMAGE_DIGEST: image_digest(image)}):
         _say_why()
         raise SystemExit(code)
     logs = call("docker", "compose", "logs", "--no-log-prefix", "jupyter").stdout
     # It names its address inside the container, too.
-    port = _published("jupyter", "8888") or os.environ.get("JUPYTER_PORT") or PORTS["JUPYTER_PORT"]
-    urls = re.findall(rf"http://127\.0\.0\.1:{port}/lab\?token=\S+", logs)
-    if os.environ.get("JUPYTER_TOKEN"):  # JupyterLab doesn't print a token that it was given
-        urls = [f"http://127.0.0.1:{port}/lab, with your JUPYTER_TOKEN"]
+    urls = re.findall(rf"http://127\.0\.0\.1:{ports['jupyter']}/\S*lab\?token=\S+", logs)
+    if services["jupyter"]["environment"].get(
+        "JUPYTER_TOKEN"
+    ):  # JupyterLab doesn't print a token that it was given
+        urls = [f"http://127.0.0.1:{ports['jupyter']}/lab, with your JUPYTER_TOKEN"]
     print(f"\nJupyterLab   {urls[-1] if urls else 'docker compose logs jupyter shows its address'}")
-    port = (
-        _published("tensorboard", "6006") or os.environ.get("TENSORBOARD_PORT") or PORTS["TENSORBOARD_PORT"]
-    )
-    print(f"TensorBoard  http://127.0.0.1:{port}")
+    print(f"TensorBoard  http://127.0.0.1:{ports['tensorboard']}")
+
+
+def _get(image: str) -> None:
+    """Builds an image of a stack, or pulls another, if the engine doesn't have it."""
+    if has_image(image):
+        return
+    own = re.fullmatch(r"trainer:(.+)-(train|dev)", image)
+    words = ["docker", "pull", image]
+    if own:
+        words = [
+            sys.executable,
+            str(ROOT / "scripts/image.py"),
+            "build",
+            "--stack",
+            own[1],
+            "--target",
+            own[2],
+        ]
+    say(f"no image {image} here: {'building' if own else 'pulling'} it first")
+    show(words)
+    if subprocess.call(words):
+        raise BadInputError(f"{image} can't be had; what failed stands above")
 
 
 def name_project() -> None:
@@ -267,22 +303,25 @@ def name_project() -> None:
     line = re.compile(rf"^[ \t]*(?:export[ \t]+)?{NAME}[ \t]*[=:][ \t]*[\"']?([^\s#\"']*).*\n?", re.MULTILINE)
     name = (line.findall(text) or [""])[-1]  # of several lines the last one counts
     copied = name != own and re.fullmatch("trainer-[0-9a-f]{10}", name) is not None
-    if os.environ.get(NAME) or (name and not copied):
+    elsewhere = [one for one in ("COMPOSE_ENV_FILES", "COMPOSE_DISABLE_ENV_FILE") if os.environ.get(one)]
+    if os.environ.get(NAME) or (name and not copied and not elsewhere):
         return
     here = f"label=com.docker.compose.project.working_dir={ROOT}"
     running = call("docker", "ps", "--filter", here, "--format", f'{{{{.Label "{PROJECT}"}}}}').stdout.split()
+    os.environ[NAME] = running[0] if running else own
     if running:  # another name would leave these running beside the new ones
         say(f"Compose project {running[0]}, which runs already: after make down, make up names it {own}")
-        os.environ[NAME] = running[0]
         return
+    why = f"{elsewhere[0]} is set" if elsewhere else "it is a link" if file.is_symlink() else ""
     kept = line.sub("", text) if copied else text
     kept += "\n" if kept and not kept.endswith("\n") else ""
     try:
-        if file.is_symlink():  # other checkouts read the same file
-            raise OSError(errno.ELOOP, "it is a link")
-        file.write_bytes(f"{kept}{NAME}={own}\n".encode("utf-8", "surrogateescape"))
+        if not why:
+            file.write_bytes(f"{kept}{NAME}={own}\n".encode("utf-8", "surrogateescape"))
     except OSError as error:
-        say(f".env isn't written ({error.strerror}): export {NAME}={own} for a project of its own")
+        why = str(error.strerror)
+    if why:
+        say(f".env isn't written ({why}): export {NAME}={own}, so that docker compose finds this project")
         return
     with contextlib.suppress(OSError):  # after sudo the owner of the checkout must be able to change it
         if new:
@@ -316,22 +355,6 @@ def down(options: argparse.Namespace) -> None:
     raise SystemExit(code)
 
 
-def _wanted_ports(compose: Sequence[str]) -> dict[str, str]:
-    """The host's port of each service that would start: Compose also reads .env."""
-    told = call(*compose, "config", "--format", "json").stdout
-    if told:  # else it refuses something, a port mostly, for which there is a line below
-        services = json.loads(told)["services"]
-        return {one: services[one]["ports"][0]["published"] for one in SERVICES if one in services}
-    profiles = os.environ.get("COMPOSE_PROFILES", "").split(",")
-    starting = [one for one in SERVICES if one != "ssh" or "ssh" in profiles]
-    return {one: os.environ.get(SERVICES[one]) or PORTS[SERVICES[one]] for one in starting}
-
-
-def _published(service: str, inside: str) -> str:
-    """The host's port of a service: Compose also reads .env."""
-    return call("docker", "compose", "port", service, inside).stdout.strip().rpartition(":")[2]
-
-
 def _say_why() -> None:
     """Tells what services said last that have ended, which Compose doesn't."""
     ended = call("docker", "compose", "ps", "--services", "--status", "exited").stdout.split()
@@ -345,22 +368,29 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for action in (train, shell, up, down):
+    for action in (train, doctor, shell, up, down):
         command = commands.add_parser(action.__name__, help=action.__doc__, description=action.__doc__)
         command.set_defaults(action=action)
         add = command.add_argument
-        add("--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/ (%(default)s)")
+        # Of `up` Compose knows the default, which .env may set.
+        add(
+            "--stack",
+            default="" if action is up else "torch2.9-cu128",
+            metavar="NAME",
+            help="folder of stacks/",
+        )
         add("--image", default="", metavar="TAG", help="an image instead of the stack's")
         add("--data", default="", metavar="DIR", help="a folder to show to the container, read-only")
+        if action in (train, doctor):
+            add("--venv", default=".venv", metavar="DIR", help="where .venv is (%(default)s)")
         if action is train:
             add("--runtime", default="auto", metavar="NAME", help="auto, local or container (%(default)s)")
             add("--gpus", default="", metavar="N|LIST", help="a count (2), or indices (0,1 or id:1)")
-            add("--venv", default=".venv", metavar="DIR", help="where .venv is (%(default)s)")
         add(
             "words",
             nargs="*",
             metavar="WORD",
-            help="after --: of `trainer train`, the shell, `compose up` or `down`",
+            help="after --: of `trainer train` or `doctor`, the shell, `compose up` or `down`",
         )
     options = parser.parse_args()
     os.environ["PWD"] = str(Path.cwd())  # by which Compose names the project; older ones don't ask the system

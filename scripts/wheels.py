@@ -1,10 +1,21 @@
-"""Reads a stack's `wheels.lock`; shared by `lock.py`, which writes it, `bootstrap.py` and the tests."""
+"""Reads a stack's `wheels.lock`, and gets the uv that it names, which installs from it.
 
+Shared by what writes, installs and tests it. The standard library is enough.
+"""
+
+import base64
 import hashlib
+import html
+import io
+import os
+import platform
 import re
 import sys
+import urllib.request
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urljoin, urlsplit
 
 
 class Wheel(NamedTuple):
@@ -43,12 +54,53 @@ def select(wheels: list[Wheel], groups: list[str]) -> str:
     return "--only-binary :all:\n" + "".join(f"{w.text}\n" for w in wheels if set(groups) & set(w.groups))
 
 
-def digest(wheels: list[Wheel], groups: list[str]) -> dict[str, str]:
-    """The hash of what each group needs."""
-    return {group: hashlib.sha256(select(wheels, [group]).encode()).hexdigest() for group in groups}
+def index() -> str:
+    """The package index: uv's variable, pip's, or the public one."""
+    given = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL")
+    return given or "https://pypi.org/simple"
 
 
-if __name__ == "__main__":  # wheels.py LOCK NAME…: for a pip of any Python, so without the markers
-    for one in read_lock(Path(sys.argv[1]).read_text()):
-        if one.name in sys.argv[2:]:
-            print(re.sub(r" ; [^\\]*\\", " \\\\", one.text, count=1))
+def _read(url: str) -> bytes:
+    """What a URL answers; a name and a password in it are sent as urllib doesn't."""
+    parts = urlsplit(url)
+    who, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host).geturl())
+    if who:
+        request.add_header("Authorization", f"Basic {base64.b64encode(unquote(who).encode()).decode()}")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+def get_uv(lock: Path, folder: Path) -> Path:
+    """Puts the uv of a lock into a folder, by its hash; returns its path.
+
+    Raises:
+        LookupError: The index has none for this machine that the lock names.
+        OSError: The index can't be read.
+    """
+    (wanted,) = [one for one in read_lock(lock.read_text()) if one.name == "uv"]
+    page = f"{index().rstrip('/')}/uv/"
+    kind = {"Darwin": "macosx"}.get(platform.system(), "manylinux")
+    file = rf'href="([^"#]*uv-{re.escape(wanted.version)}-py3-none-{kind}[^"#/]*_{platform.machine()}\.whl)'
+    for link in re.findall(file, _read(page).decode()):
+        # A relative one has no name and password of its own.
+        wheel = _read(urljoin(page, html.unescape(link)))
+        if hashlib.sha256(wheel).hexdigest() not in wanted.hashes:
+            raise LookupError(f"{link.rpartition('/')[2]} is another file than the lock's, its hash differs")
+        with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+            (name,) = [one for one in archive.namelist() if one.endswith(".data/scripts/uv")]
+            folder.mkdir(parents=True, exist_ok=True)
+            program = folder / "uv"
+            program.write_bytes(archive.read(name))
+            program.chmod(0o755)
+            return program
+    where = urlsplit(page)._replace(netloc=urlsplit(page).hostname or "").geturl()
+    raise LookupError(f"{where} has no uv {wanted.version} for {platform.system()} {platform.machine()}")
+
+
+if __name__ == "__main__":  # wheels.py LOCK FOLDER: for a build of the image
+    try:
+        get_uv(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (LookupError, OSError) as error:
+        sys.exit(f"uv: {error}")

@@ -82,7 +82,7 @@ def start_project(folder: Path, **options: int) -> Project:
     env = {
         key: value
         for key, value in os.environ.items()
-        if key not in ("JUPYTER_TOKEN", "TRAINER_IMAGE", "STACK")
+        if key not in ("JUPYTER_TOKEN", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "STACK")
     }
     env |= {"JUPYTER_PORT": jupyter, "TENSORBOARD_PORT": tensorboard, "SSH_PORT": ssh}
     env |= {"COMPOSE_PROJECT_NAME": f"trainer-test-{os.getpid()}-{jupyter}"}

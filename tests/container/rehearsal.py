@@ -1,4 +1,4 @@
-"""A small project for `make first-build`: its scripts, Compose file and the Dockerfile's head are real.
+"""A small project for `make first-build`: all is real but uv and the Dockerfile's tail.
 
 Both bases are a small Debian, pushed under their real names to a registry that the engine asks first; each
 conda package of the locks is a file of its name, served on this machine over http. What comes after the conda
@@ -10,7 +10,6 @@ import io
 import json
 import re
 import shutil
-import ssl
 import subprocess
 import tarfile
 import threading
@@ -44,18 +43,15 @@ COPY --from=full / /
 """
 # In place of the stages from wheels on.
 TAIL = """
-FROM stack AS uv
-RUN touch /tmp/uv.txt
 FROM debian-base AS train
 ARG SOURCE_DATE_EPOCH
 COPY --link --from=env /opt/env /opt/env
 COPY --chmod=755 scripts/rehearsal/ /opt/env/bin/
+COPY --chmod=755 scripts/healthy /opt/image/healthy
 RUN ls /opt/env/share/small | wc -l > /opt/env/packages
 ENV PATH=/opt/env/bin:/usr/bin:/bin
 WORKDIR /workspace
-ENTRYPOINT ["/opt/env/bin/dumb-init", "--"]
-FROM scratch AS facts
-COPY scripts/rehearsal/facts.json /
+ENTRYPOINT ["/opt/env/bin/dumb-init", "--", "/opt/image/entrypoint"]
 FROM train AS dev
 ARG SOURCE_DATE_EPOCH
 RUN echo dev > /opt/env/dev
@@ -67,9 +63,10 @@ image-test:
 """
 INIT = """\
 #!/bin/sh
-shift  # --
-[ "$1" != /opt/image/entrypoint ] || shift
-exec "$@"
+shift 2  # -- /opt/image/entrypoint
+"$@" &
+trap "kill $!" TERM
+wait $!
 """
 SERVER = """\
 #!/opt/env/bin/python
@@ -189,7 +186,10 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
     for name in ("scripts/image.py", "trainer/host/stacks.json", f"stacks/{STACKS[0]}/stack.toml"):
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace(f'"{COPIES[STACKS[0]]}"', f'"{STACKS[0]}"'))
-    head = (ROOT / "Dockerfile").read_text().partition("# The installer of wheels")[0]
+    head = (ROOT / "Dockerfile").read_text().partition("# PyTorch and what the trainer needs")[0]
+    head = head.replace(
+        '/opt/conda/bin/python -B /tools/wheels.py "/stacks/$STACK/wheels.lock" /tools', "true"
+    )
     for name, digest in digests.items():
         head = re.sub(rf"(?<= {re.escape(name)}@)sha256:\w+", digest, head)
     (folder / "Dockerfile").write_text(head + TAIL)
@@ -200,7 +200,7 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
     facts |= {"architectures": stack["gpu"]["architectures"], "compiler": "none"}
     small = folder / "scripts" / "rehearsal"
     small.mkdir()
-    (small / "facts.json").write_text(json.dumps(facts))
+    (folder / "scripts/image_facts.py").write_text(f"print({json.dumps(facts)!r})\n")
     for program, text in (
         ("dumb-init", INIT), ("trainer", TRAINER), ("jupyter", SERVER), ("tensorboard", SERVER),
     ):  # fmt: skip
@@ -217,36 +217,19 @@ def commit(project: Path, *first: str) -> None:
 
 
 @contextmanager
-def served(folder: Path, host: str, certificate: Path | None = None) -> Iterator[str]:
-    """Serves a folder over http, or over https with a certificate and key in one file; gives the address."""
+def served(folder: Path, host: str) -> Iterator[str]:
+    """Serves a folder over http; gives the address."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
     with ThreadingHTTPServer((host, 0), partial(Quiet, directory=str(folder))) as server:
-        if certificate:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate)
-            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield f"{'https' if certificate else 'http'}://{host}:{server.server_port}"
+            yield f"http://{host}:{server.server_port}"
         finally:
             server.shutdown()
-
-
-def own_certificate(folder: Path, host: str) -> Path:
-    """A certificate that nobody knows, and its key, in one file."""
-    words = (
-        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=small -addext subjectAltName=IP:{host}"
-    )
-    file = folder / "server.pem"
-    subprocess.run(
-        [*words.split(), "-keyout", file, "-out", folder / "ca.pem"], check=True, capture_output=True
-    )
-    file.write_text(file.read_text() + (folder / "ca.pem").read_text())
-    return folder / "server.pem"
 
 
 def gateway() -> str:

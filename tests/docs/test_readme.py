@@ -93,7 +93,11 @@ def commands() -> Iterator[tuple[Path, str]]:
 
 
 COMMANDS = sorted(set(commands()))
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+TARGETS = set(
+    re.findall(
+        r"^([a-z-]+):", (ROOT / "Makefile").read_text() + (ROOT / "scripts/maintain.mk").read_text(), re.M
+    )
+)
 
 
 def test_there_are_many_commands() -> None:

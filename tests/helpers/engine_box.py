@@ -1,5 +1,6 @@
 """A project whose engine and nvidia-smi are small programs: they answer as told, and note the question."""
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -52,11 +53,26 @@ class Machine:
             "run --rm --pull=never": (125, "", NO_RUNTIME),
             "run": (0, "trained\n", ""),
             "compose -f docker-compose.yml ps": (0, "", ""),
+            "compose -f docker-compose.yml config": (0, self.services(), ""),
             "compose logs": (0, "", ""),
             "compose": (0, "", ""),
         }
         given = {key.replace("_", " ").strip(): value for key, value in changes.items()}
         self.fake("docker", {**given, **{key: value for key, value in answers.items() if key not in given}})
+
+    def services(self, **environment: str) -> str:
+        """What Compose says of its file."""
+        stack, names = self.env.get("STACK") or "torch2.9-cu128", {"jupyter": "dev", "tensorboard": "train"}
+        ports = {name: self.env.get(f"{name.upper()}_PORT", "8888") for name in names}
+        services = {
+            name: {
+                "image": f"trainer:{stack}-{target}",
+                "environment": environment,
+                "ports": [{"published": ports[name]}],
+            }
+            for name, target in names.items()
+        }
+        return json.dumps({"services": services})
 
     def gpus(self, driver: str = "575.51", capability: str = "9.0") -> None:
         """Two GPUs on the host."""
@@ -69,10 +85,10 @@ class Machine:
         requests = log.read_text().split("\x1e")[:-1] if log.exists() else []
         return [request.split("\x1f")[:-1] for request in requests]
 
-    def run(self, *words: str, code: int = 0, script: str = "runtime", **env: str) -> tuple[str, str]:
-        """Runs a script; returns what it said on stdout and stderr."""
+    def run(self, *words: str, code: int = 0, **env: str) -> tuple[str, str]:
+        """Runs scripts/runtime.py; returns what it said on stdout and stderr."""
         done = subprocess.run(
-            [sys.executable, f"scripts/{script}.py", *words],
+            [sys.executable, "scripts/runtime.py", *words],
             cwd=self.root,
             env={**self.env, **env},
             capture_output=True,

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def machine(tmp_path: Path) -> Machine:
     root, tools = tmp_path / "project", tmp_path / "tools"
     tools.mkdir()
-    for name in ("runtime.py", "doctor.py", "container_words.py", "engine_checks.py"):
+    for name in ("runtime.py", "container_words.py", "engine_checks.py"):
         (root / "scripts").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, root / "scripts")
     for room in ("", "config", "host", "commands", "commands/doctor"):
@@ -31,6 +31,7 @@ def machine(tmp_path: Path) -> Machine:
         *doctor,
     ):
         shutil.copy(ROOT / "trainer" / name, root / "trainer" / name)
+    shutil.copy(ROOT / "scripts/maintain.mk", root / "scripts")
     for name in ("bootstrap.py", "image.py"):
         (root / "scripts" / name).write_text(f"import sys; print('{name}', *sys.argv[1:], flush=True)\n")
     trainer = root / ".venv/bin/trainer"

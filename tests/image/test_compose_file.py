@@ -22,7 +22,8 @@ def _compose(*words: str, **env: str) -> Any:
     kept = {
         key: value
         for key, value in os.environ.items()
-        if key not in ("STACK", "TRAINER_IMAGE", "JUPYTER_TOKEN")
+        if key
+        not in ("STACK", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "JUPYTER_TOKEN", "CUDA_VISIBLE_DEVICES")
     }
     done = subprocess.run(
         [docker, "compose", *words, "config"],
@@ -45,7 +46,7 @@ def test_the_compose_file() -> None:
     services = _compose(*ALL)
     assert set(services) == {"jupyter", "tensorboard", "train", "ssh"}
     for name, service in services.items():
-        stack = "trainer:torch2.9-cu128-" + ("train" if name == "train" else "dev")
+        stack = "trainer:torch2.9-cu128-" + ("train" if name in ("train", "tensorboard") else "dev")
         assert service["image"] == stack
         assert service["build"]["target"] == stack.rpartition("-")[2]
         assert service["cap_drop"] == ["ALL"]
@@ -69,7 +70,22 @@ def test_the_compose_files_variables() -> None:
     assert services["jupyter"]["build"]["args"]["STACK"] == "torch2.6-cu124"
     published = {name: one["ports"][0]["published"] for name, one in services.items() if "ports" in one}
     assert published == {"jupyter": "9000", "tensorboard": "9001", "ssh": "9002"}
-    assert {one["image"] for one in _compose(*ALL, TRAINER_IMAGE="there/x:1").values()} == {"there/x:1"}
+    given = {"TRAINER_DEV_IMAGE": "there/dev:1", "TRAINER_TRAIN_IMAGE": "there/train:1"}
+    images = {name: one["image"] for name, one in _compose(*ALL, **given).items()}
+    assert {name for name, image in images.items() if image == "there/train:1"} == {"train"}
+    assert set(images.values()) == {"there/dev:1", "there/train:1"}
+    assert _compose(STACK="")["jupyter"]["image"] == "trainer:torch2.9-cu128-dev"
+
+
+def test_no_two_services_that_start_together_build_one_image() -> None:
+    """Compose builds them at once, and of one name the second ends with "already exists"."""
+    images = [one["image"] for one in _compose().values()]
+    assert len(set(images)) == len(images)
+
+
+def test_a_build_gets_the_callers_proxies() -> None:
+    for name in ("HTTPS_PROXY", "no_proxy"):
+        assert {one["build"]["args"].get(name) for one in _compose(*ALL, **{name: "p:1"}).values()} == {"p:1"}
 
 
 def test_the_gpu_file() -> None:

@@ -94,6 +94,92 @@ def test_jupyter_takes_options_and_none_twice(
 
 
 @pytest.mark.parametrize(
+    ("words", "prefix", "url"),
+    [
+        ([], "/notebook/team/me", "/notebook/team/me/lab"),
+        (["--ServerApp.base_url=/x"], "/notebook/me", "/x/lab"),
+    ],
+)
+def test_jupyterlab_below_the_prefix_of_kubeflow(
+    entrypoint: Callable[..., subprocess.CompletedProcess[str]], words: list[str], prefix: str, url: str
+) -> None:
+    said = entrypoint("jupyter", *words, NB_PREFIX=prefix).stdout
+    assert f"--ServerApp.custom_display_url=http://127.0.0.1:8888{url} " in said
+    assert said.count("--ServerApp.base_url=") == 1
+
+
+def test_a_hub_gets_its_single_user_server(
+    entrypoint: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "tools/jupyterhub-singleuser").write_text('#!/bin/sh\necho single "$@"\n')
+    (tmp_path / "tools/jupyterhub-singleuser").chmod(0o755)
+    assert entrypoint("jupyter", "--debug", JUPYTERHUB_API_TOKEN="x").stdout == "single --debug\n"
+    assert entrypoint("jupyterhub-singleuser", JUPYTERHUB_API_TOKEN="x").stdout == "single\n"
+
+
+def test_the_variable_that_was_for_both_kinds_of_image_is_refused(
+    entrypoint: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = entrypoint("echo", TRAINER_IMAGE="there/x:1")
+    assert (done.returncode, done.stdout) == (2, "") and "TRAINER_DEV_IMAGE" in done.stderr
+
+
+def test_hooks_run_in_order_and_one_that_fails_stops_nothing(tmp_path: Path) -> None:
+    """As in docker-stacks: what is sourced may set variables; what isn't a program is passed over."""
+    folder, program = tmp_path / "before-notebook.d", tmp_path / "entrypoint"
+    folder.mkdir()
+    hooks = {
+        "10-fails.sh": "false",
+        "20.sh": "export SET=by-a-hook; set -eu; list=(a b)",
+        "30-syntax.sh": "if [",
+        "40-program": "#!/bin/sh\necho $SET >&2; exit 3",
+        "50-unset.sh": 'echo "$NOT_SET_ANYWHERE"; true',
+        "60-text": "no program",
+    }
+    for name, text in hooks.items():
+        (folder / name).write_text(f"{text}\n")
+    (folder / "40-program").chmod(0o755)
+    text = (ROOT / "scripts/entrypoint").read_text().replace("/usr/local/bin/", f"{tmp_path}/")
+    program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
+    program.chmod(0o755)
+    words = [str(program), "sh", "-c", "echo set: $SET; exit 75"]
+    env = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "\nset: by-a-hook\n")
+    told = [line for line in done.stderr.splitlines() if line.startswith("entrypoint: ")]
+    assert [name for line in told for name in hooks if name in line] == [
+        "10-fails.sh",
+        "30-syntax.sh",
+        "40-program",
+    ]
+    assert "by-a-hook" in done.stderr
+    again = subprocess.run(words, env={**env, "HOOKS_RAN": "1"}, capture_output=True, text=True, check=False)
+    assert (again.stdout, again.stderr) == ("set:\n", "")
+
+
+def test_an_owner_without_a_number_is_told(tmp_path: Path) -> None:
+    """Where users are mapped, others' folders are nobody's; elsewhere nobody may be one."""
+    if os.geteuid():
+        pytest.skip("the entrypoint asks for an owner as root")
+    place, uids, program = tmp_path / "workspace", tmp_path / "uid_map", tmp_path / "entrypoint"
+    place.mkdir()
+    os.chown(place, 65534, 65534)
+    text = (ROOT / "scripts/entrypoint").read_text()
+    text = text.replace("stat -c %u:%g /workspace", f"stat -c %u:%g {place}").replace(
+        "/proc/self/uid_map", str(uids)
+    )
+    program.write_text(text.replace('become "$owner" "$0" "$@"', ":"))
+    program.chmod(0o755)
+    for row, told in (
+        ("         0          0 4294967295", False),
+        ("         0     100000      65536", True),
+    ):
+        uids.write_text(f"{row}\n")
+        done = subprocess.run([program, "true"], capture_output=True, text=True, check=True)
+        assert ("userns-remap" in done.stderr) == told
+
+
+@pytest.mark.parametrize(
     "words", ["--version", "--paths", "--runtime-dir", "-h", "lab --port=1", "kernelspec list"]
 )
 def test_what_jupyter_says_of_itself(

@@ -1,5 +1,6 @@
 """What scripts/image.py decides without an engine: arguments, labels, budget."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from image import (
     Request,
     archive_words,
     build_words,
+    check_facts,
     check_size,
     labels_of,
     mismatches,
@@ -27,7 +29,7 @@ STACK = "torch2.9-cu128"
 
 def test_the_stack_gives_the_arguments() -> None:
     words = build_words(Request(STACK, "train"), read_stack(STACK), "train")
-    assert "TORCH_VERSION=2.9.1" in words
+    assert "TORCH_VERSION=2.9.1" in words and "DRIVER=525.60.13" in words
     assert "ALLOW_MD5=" in words
     assert not [word for word in words if word.startswith("--build-context") or "CONDA_MIRROR" in word]
     old = build_words(Request("pytorch-cuda-11.8", "dev"), read_stack("pytorch-cuda-11.8"), "dev")
@@ -40,7 +42,8 @@ def test_a_stand_in_replaces_both_bases_and_is_told() -> None:
     words = build_words(request, stack, "train")
     replaced = [word for word in words if word.endswith("=docker-image://standin/base")]
     assert [word.split("=")[0] for word in replaced] == ["conda-base", "debian-base"]
-    assert labels_of(request, stack, FACTS, "abc")["trainer.stand-in"] == "both bases"
+    labels = labels_of(request, stack, "abc")
+    assert labels["trainer.stand-in"] == "both bases" and "trainer.python" not in labels
 
 
 def test_the_archive_depends_on_the_sources_alone() -> None:
@@ -53,13 +56,41 @@ def test_the_archive_depends_on_the_sources_alone() -> None:
     assert "force-compression=true" in made  # not as an earlier build left a layer in the cache
 
 
-def test_labels_say_what_was_found_inside() -> None:
+def test_labels_say_what_the_stack_is() -> None:
     stack = {**read_stack(STACK), "source_date_epoch": 1795219200}
-    labels = labels_of(Request(STACK, "dev"), stack, FACTS | {"cuda": "12.9"}, "abc")
-    assert labels["trainer.cuda"] == "12.9"
+    labels = labels_of(Request(STACK, "dev"), stack, "abc")
+    assert (labels["trainer.cuda"], labels["trainer.python"]) == ("12.8", "3.12")
     assert labels["org.opencontainers.image.revision"] == "abc"
     assert labels["org.opencontainers.image.created"] == "2026-11-21T00:00:00Z"
     assert labels["trainer.driver"] == ">=525.60.13"
+
+
+def test_a_build_gets_proxies_by_their_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values, passwords among them, would stand in the list of processes."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:hushed@host:1")
+    monkeypatch.setenv("no_proxy", "")
+    words = build_words(Request(STACK, "train"), read_stack(STACK), "train")
+    assert "--build-arg=HTTPS_PROXY" in words and "--build-arg=no_proxy" not in words
+    assert "hushed" not in " ".join(words)
+
+
+def test_an_image_that_is_not_its_stack_loses_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(
+        f'#!/bin/sh\ncase $1 in run) cat "{tmp_path}/facts" ;; rmi) echo "$2" >>"{tmp_path}/gone" ;; esac\n'
+    )
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stack, request = read_stack(STACK), Request(STACK, "train")
+    (tmp_path / "facts").write_text(json.dumps(FACTS))
+    check_facts(request, stack)
+    assert not (tmp_path / "gone").exists()
+    (tmp_path / "facts").write_text(json.dumps(FACTS | {"cuda": "12.9"}))
+    with pytest.raises(BadInputError, match=r"cuda is 12\.9"):
+        check_facts(request, stack)
+    assert (tmp_path / "gone").read_text() == f"trainer:{STACK}-train\n"
 
 
 @pytest.mark.parametrize(("name", "value"), [("python", "3.11.2"), ("torch", "2.9.0"), ("cudnn", "9.1.2")])

@@ -1,16 +1,16 @@
 """What an image goes without: only what the rules name, every file accounted for, nothing imported."""
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from image_records import SYMBOLS as SYMBOLS_OF_RECORDS
-from prune_env import DUPLICATES, RULES, SYMBOLS, digest_of, strip
+from prune_env import DUPLICATES, RULES, SYMBOLS, digest_of, prune, strip
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "lib/python3.12/site-packages"
@@ -73,22 +73,14 @@ def env(tmp_path: Path) -> Path:
     return prefix
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / "prune_env.py", *words]
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-
-
 def files(prefix: Path) -> list[str]:
     return sorted(str(path.relative_to(prefix)) for path in prefix.rglob("*") if not path.is_dir())
 
 
-def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
-    listed = tmp_path / "removed.json"
+def test_only_what_the_rules_name_goes(env: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, mode = (env / TRITON).read_bytes(), (env / TRITON).stat().st_mode
-    done = run(env, listed)
-    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = prune(env)
     assert files(env) == sorted([*KEPT, FIRST, COPY, TRITON, *CUDNN])
-    said = json.loads(listed.read_text())
     assert said["removed"] == sorted(GONE)
     assert said["linked"] == {COPY: os.path.relpath(FIRST, Path(COPY).parent)}
     assert (env / COPY).readlink() == Path(said["linked"][COPY])
@@ -104,46 +96,18 @@ def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
     for path in CUDNN:  # NVIDIA's are passed on as they are
         assert (env / path).read_bytes() == WITH_SYMBOLS + path.encode()
     assert all(SYMBOLS_OF_RECORDS.fullmatch(path) for path in said["stripped"])
+    told = capsys.readouterr().out
     for rule in said["rules"]:
         assert rule["files"] > 0, f"{rule['rule']} found nothing"
-        assert f": {rule['rule']} (" in done.stdout
+        assert f": {rule['rule']} (" in told
 
 
-def test_a_second_name_of_the_same_folder_changes_nothing(env: Path, tmp_path: Path) -> None:
+def test_a_second_name_of_the_same_folder_changes_nothing(env: Path) -> None:
     """conda-forge's Python 3.12 brings `lib/python3.1`, a link to it."""
     (env / "lib" / "python3.1").symlink_to(Path(SITE).parts[1])
-    listed = tmp_path / "removed.json"
-    done = run(env, listed)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(listed.read_text())["removed"] == sorted(GONE)
+    assert prune(env)["removed"] == sorted(GONE)
     assert (env / FIRST).read_bytes() == LIBRARY
     assert (env / COPY).read_bytes() == LIBRARY
-
-
-def test_a_dry_run_removes_nothing_and_lists_the_same(env: Path, tmp_path: Path) -> None:
-    dry, real = tmp_path / "dry.json", tmp_path / "real.json"
-    before = files(env)
-    assert run(env, dry, "--dry-run").returncode == 0
-    assert files(env) == before
-    assert not (env / COPY).is_symlink()
-    assert run(env, real).returncode == 0
-    assert dry.read_bytes() == real.read_bytes()
-
-
-def test_the_account_of_a_first_run_is_not_overwritten(env: Path, tmp_path: Path) -> None:
-    listed = tmp_path / "removed.json"
-    assert run(env, listed).returncode == 0
-    before = listed.read_bytes()
-    again = run(env, listed)
-    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    assert listed.read_bytes() == before
-
-
-def test_another_folder_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, tmp_path / "removed.json")
-    assert done.returncode == 2
-    assert "is no environment" in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_installed_imports_the_tests_that_go() -> None:

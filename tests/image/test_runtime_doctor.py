@@ -10,7 +10,7 @@ from tests.helpers.engine_box import LISTED, Machine
 def doctor(machine: Machine, *words: str, code: int, found: int = 1) -> tuple[str, str]:
     trainer = machine.root / ".venv/bin/trainer"
     trainer.write_text(f'#!/bin/sh\necho "in .venv:" "$@"\nexit {found}\n')
-    return machine.run(*words, code=code, script="doctor")
+    return machine.run("doctor", *words, code=code)
 
 
 def test_the_doctor_looks_at_the_machine_and_from_a_container(machine: Machine) -> None:

@@ -1,8 +1,6 @@
 """P2, one command: `make up`, `make shell` and make itself start what was asked, or say in a line why not."""
 
 import ast
-import json
-import os
 import re
 import shutil
 import socket
@@ -34,7 +32,7 @@ def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     said = f"  http://127.0.0.1:{port}/lab?token=abc\n      http://127.0.0.1:8888/lab?token=abc\n"
     machine.engine(**{"compose logs": (0, said, "")})
     out, _ = machine.run("up")
-    assert "runtime: stack torch2.9-cu128\n" in out
+    assert "runtime: image trainer:torch2.9-cu128-dev\n" in out
     assert "runtime: without scripts/compose/gpu.yml, on the CPU: the engine has no NVIDIA runtime" in out
     started = "docker compose -f docker-compose.yml up --detach --wait --no-build"
     assert started in out.splitlines()
@@ -49,21 +47,41 @@ def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
 
 @pytest.mark.usefixtures("ports")
 def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
+    machine.env["STACK"] = "torch2.6-cu124"
     machine.engine(image_inspect=(1, "", ""))
-    out, _ = machine.run("up", "--stack", "torch2.6-cu124")
-    assert "runtime: no image trainer:torch2.6-cu124-dev here: building it first" in out
-    assert "image.py build --stack torch2.6-cu124 --target dev" in out
-    machine.engine(image_inspect=(1, "", ""), pull=(1, "", ""))
-    assert "there/x:1 can't be had" in machine.refused("up", "--image", "there/x:1")
+    out, _ = machine.run("up")
+    for target in ("dev", "train"):
+        assert f"image.py build --stack torch2.6-cu124 --target {target}" in out
+    services = machine.services().replace("trainer:", "there/trainer:")
+    told = {"compose -f docker-compose.yml config": (0, services, "")}
+    machine.engine(image_inspect=(1, "", ""), pull=(1, "", ""), **told)
+    assert "there/trainer:torch2.6-cu124-dev" in machine.refused("up")
 
 
 @pytest.mark.usefixtures("ports")
-def test_up_prints_the_ports_that_compose_took(machine: Machine) -> None:
-    said = "http://127.0.0.1:8888/lab?token=in http://127.0.0.1:18888/lab?token=out"
-    machine.engine(**{"compose logs": (0, said, ""), "compose port": (0, "127.0.0.1:18888\n", "")})
-    out, _ = machine.run("up")
-    assert "http://127.0.0.1:18888/lab?token=out\n" in out
-    assert "TensorBoard  http://127.0.0.1:18888\n" in out
+def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> None:
+    """.env may name it. What is given reaches Compose by its variables."""
+    machine.engine()
+    docker, seen = machine.tools / "docker", machine.tools / "variables"
+    docker.write_text(docker.read_text().replace("\ncase ", f"\n/usr/bin/env >{seen}\ncase ", 1))
+    for words, stack in (([], []), (["--stack", "torch2.6-cu124"], ["STACK=torch2.6-cu124"])):
+        machine.run("up", *words, "--image", "there/x:1")
+        given = seen.read_text().splitlines()
+        assert "TRAINER_DEV_IMAGE=there/x:1" in given
+        assert [line for line in given if line.startswith("STACK=")] == stack
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_refuses_the_variable_that_was_for_both_kinds_of_image(machine: Machine) -> None:
+    told = (0, machine.services(TRAINER_IMAGE="there/x:1"), "")
+    machine.engine(**{"compose -f docker-compose.yml config": told})
+    assert "TRAINER_DEV_IMAGE" in machine.refused("up")
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_says_what_compose_refuses(machine: Machine) -> None:
+    machine.engine(**{"compose -f docker-compose.yml config": (15, "", "x\ninvalid hostPort: y\n")})
+    assert "invalid hostPort: y" in machine.refused("up")
 
 
 PROJECT = "trainer-[0-9a-f]{10}"
@@ -148,10 +166,9 @@ def test_up_says_why_a_service_did_not_start(machine: Machine) -> None:
 
 @pytest.mark.usefixtures("ports")
 def test_up_does_not_invent_a_token(machine: Machine) -> None:
-    machine.engine(
-        **{"compose logs": (0, f"http://127.0.0.1:{machine.env['JUPYTER_PORT']}/lab?token=...", "")}
-    )
-    machine.env["JUPYTER_TOKEN"] = "mine"
+    said = f"http://127.0.0.1:{machine.env['JUPYTER_PORT']}/lab?token=..."
+    told = (0, machine.services(JUPYTER_TOKEN="mine"), "")
+    machine.engine(**{"compose logs": (0, said, ""), "compose -f docker-compose.yml config": told})
     out, _ = machine.run("up")
     assert (
         f"JupyterLab   http://127.0.0.1:{machine.env['JUPYTER_PORT']}/lab, with your JUPYTER_TOKEN\n" in out
@@ -167,25 +184,16 @@ def test_up_and_a_port_that_is_taken(machine: Machine, ports: dict[str, str]) ->
         machine.engine(**{"compose -f docker-compose.yml ps": (0, "jupyter\n", "")})
         out, _ = machine.run("up")  # taken by itself
         assert "what runs already stays as it is (jupyter)" in out
-        assert machine.asked()[-4][-1] == "--no-recreate"
+        assert ["--no-recreate"] in [words[-1:] for words in machine.asked()]
 
 
-def test_up_looks_for_the_ports_that_compose_reads_from_env_files(
-    machine: Machine, ports: dict[str, str]
-) -> None:
-    """.env sets them for Compose alone; a service of a profile that isn't asked for needs none."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        services = {
-            "jupyter": {"ports": [{"published": ports["JUPYTER_PORT"]}]},
-            "tensorboard": {"ports": [{"published": str(port)}]},
-        }
-        told = (0, json.dumps({"services": services}), "")
-        machine.engine(**{"compose -f docker-compose.yml config": told})
-        assert f"port {port} of 127.0.0.1 is taken" in machine.refused("up")
-    machine.run("up")
+@pytest.mark.usefixtures("ports")
+@pytest.mark.parametrize("name", ["COMPOSE_ENV_FILES", "COMPOSE_DISABLE_ENV_FILE"])
+def test_up_writes_no_env_that_compose_does_not_read(machine: Machine, name: str) -> None:
+    machine.engine()
+    out, _ = machine.run("up", **{name: "1"})
+    assert name in out and "COMPOSE_PROJECT_NAME=trainer-" in out
+    assert not (machine.root / ".env").exists()
 
 
 def test_shell(machine: Machine) -> None:
@@ -227,78 +235,28 @@ def test_make_passes_everything_on(machine: Machine) -> None:
 
 
 @pytest.mark.skipif(MAKE is None, reason="no make here")
-def test_env_sets_runtime_and_stack_once(machine: Machine) -> None:
-    """As Compose reads it: the last line counts, and what is typed goes before."""
+def test_make_reads_no_env(machine: Machine) -> None:
+    """Its command line, then its environment, where an empty value is none, as in Compose's file."""
     shutil.copy(ROOT / "Makefile", machine.root)
-    (machine.root / ".env").write_text("#STACK=no\nSTACK=torch2.6-cu124\nRUNTIME=auto\nRUNTIME='cloud'\n")
-    for name, program in (("python3", sys.executable), ("awk", shutil.which("awk"))):
-        (machine.tools / name).symlink_to(str(program))
-    machine.engine()
+    for name in ("awk", "grep"):
+        (machine.tools / name).symlink_to(str(shutil.which(name)))
 
-    def make(*words: str) -> tuple[int, str]:
+    def stack(*words: str, **env: str) -> tuple[str, bool]:
         assert MAKE
-        command, out = [MAKE, *words], subprocess.STDOUT
-        done = subprocess.run(
-            command, cwd=machine.root, env=machine.env, stdout=subprocess.PIPE, stderr=out, check=False
-        )
-        return done.returncode, done.stdout.decode()
+        command, more = [MAKE, "help", "doctor", "--dry-run", *words], {**machine.env, **env}
+        done = subprocess.run(command, cwd=machine.root, env=more, capture_output=True, text=True, check=True)
+        return re.findall(r"runtime.py doctor --stack (\S+)", done.stdout)[0], ".env" in done.stderr
 
-    code, out = make("train")
-    assert code == 2 and "RUNTIME is auto, local (.venv) or container, not 'cloud'" in out
-    code, out = make("train", "RUNTIME=container")
-    assert code == 0 and "trainer:torch2.6-cu124-train is here" in out
-    machine.env |= {"RUNTIME": "container", "STACK": "torch2.14-cu130"}
-    code, out = make("train")
-    assert code == 0 and "trainer:torch2.14-cu130-train is here" in out
-    machine.env["STACK"] = ""
-    assert "trainer:torch2.6-cu124-train is here" in make("train")[1]
-
-
-# What Compose was seen to take (2.26), or to refuse.
-@pytest.mark.skipif(MAKE is None, reason="no make here")
-@pytest.mark.parametrize(
-    ("text", "stack"),
-    [
-        ("STACK=torch2.6-cu124", "torch2.6-cu124"),
-        ("STACK=torch2.6-cu124  \t\r\n", "torch2.6-cu124"),
-        ("STACK='torch2.6-cu124'\n", "torch2.6-cu124"),
-        ('STACK="torch2.6-cu124"\n', "torch2.6-cu124"),
-        ("STACK=a\nSTACK=torch2.6-cu124\n", "torch2.6-cu124"),
-        ("STACK=\n", "torch2.9-cu128"),
-        ("# STACK = a\nSTACKS=a b # c\nA=it's\nB=\"'\"\n", "torch2.9-cu128"),
-        ("STACK=torch2.6-cu124 # mine\n", None),
-        ("A=1\nexport STACK=torch2.6-cu124\n", None),
-        ("STACK = torch2.6-cu124\n", None),
-        (" STACK=torch2.6-cu124\n", None),
-        ("STACK: torch2.6-cu124\n", None),
-        ("STACK\n", None),
-        ("STACK=${A}\n", None),
-        ("STACK=`id`\n", None),
-        ("STACK=a'b'\n", None),
-        ("RUNTIME=auto;\n", None),
-        ('A="\nSTACK=torch2.6-cu124\n"\n', None),
-        ("A: '\nSTACK=torch2.6-cu124\n'\n", None),
-        ("\ufeffSTACK=torch2.6-cu124\n", None),
-        ("\udcff\udcfeS\0T\0", None),
-    ],
-)
-def test_make_reads_env_as_compose_does_or_refuses_it(tmp_path: Path, text: str, stack: str | None) -> None:
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / ".env").write_bytes(text.encode(errors="surrogateescape"))
-    (tmp_path / "docker-compose.yml").write_text("services: {one: {image: 'x:${STACK:-torch2.9-cu128}'}}\n")
-    assert MAKE
-    kept = {name: value for name, value in os.environ.items() if name not in ("STACK", "RUNTIME")}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, cwd=tmp_path, env=kept, capture_output=True, text=True, check=False)
-
-    done = run(MAKE, "help")
-    if stack is None:
-        assert done.returncode == 2 and ".env: line " in done.stderr and done.stderr.count("\n") == 1
-        return
-    assert f" STACK={stack} " in done.stdout and done.stderr == ""
-    if shutil.which("docker") and run("docker", "compose", "version").returncode == 0:
-        assert run("docker", "compose", "config", "--images").stdout == f"x:{stack}\n"
+    assert stack() == ("torch2.9-cu128", False)
+    (machine.root / ".env").write_text("STACK=torch2.6-cu124\nRUNTIME=cloud\n")
+    assert stack() == ("torch2.9-cu128", True)
+    for words, env, wanted in (
+        ((), {"STACK": "torch2.14-cu130"}, "torch2.14-cu130"),
+        (("STACK=torch2.6-cu124",), {"STACK": "torch2.14-cu130"}, "torch2.6-cu124"),
+    ):
+        assert stack(*words, **env) == (wanted, False)
+    for words, env in (((), {"STACK": ""}), (("STACK=",), {"STACK": ""})):
+        assert stack(*words, **env) == ("torch2.9-cu128", True)
 
 
 def test_down_ends_what_compose_left(machine: Machine) -> None:

@@ -97,8 +97,9 @@ def _no_nvml(gpus: Gpus, environ: Mapping[str, str]) -> CheckResult:  # noqa: PL
             "/dev/nvidia* isn't this user's to open",
             'docker run --group-add "$(stat -c %g /dev/nvidiactl)" …   (or add this user to that group)',
         )
-    if gpus.code == _NO_LIBRARY and gpus.unsearched:
-        value = f"{gpus.unsearched}:$LD_LIBRARY_PATH" if environ.get("LD_LIBRARY_PATH") else gpus.unsearched
+    searched = environ.get("LD_LIBRARY_PATH", "")
+    if gpus.code == _NO_LIBRARY and gpus.unsearched and gpus.unsearched not in searched.split(":"):
+        value = f"{gpus.unsearched}:$LD_LIBRARY_PATH" if searched else gpus.unsearched
         return bad(
             f"NVML's library is in {gpus.unsearched}, which isn't searched",
             "GKE mounts the driver there and leaves it to the image to search it: it trains on the CPU",

@@ -1,0 +1,130 @@
+# What maintainers and contributors need; the Makefile includes this. `make help-maintain` lists the targets.
+BENCH = claims
+$(foreach name,REGISTRY BASE FROM TORCH DRIVER TAG SOURCE KEY ADVISORIES SEED N,$(eval $(name) =))
+.PHONY: audit bench chaos clean-venv compat compat-newest compat-oldest coverage docs first-build help-maintain image-test \
+	lint lock mutants nightly push release sbom slowdowns stack steady test test-all verify-image
+
+help-maintain: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' scripts/maintain.mk
+	@echo '  variables: STACK=$(STACK) ARGS= OUT= BENCH= REGISTRY= BASE= IMAGE= FROM= TORCH= TAG= SOURCE= KEY= ADVISORIES='
+
+verify-image: ## build STACK twice without cache and compare the bytes
+	$(call script,image.py verify --stack $(STACK) $(ARGS))
+
+first-build: ## pull the bases, build STACK twice, test, note the digests; ADVISORIES=FILE ARGS=--prune
+	ADVISORIES="$(ADVISORIES)" scripts/first_build $(STACK) $(ARGS)
+
+push: ## push what make first-build tested to REGISTRY=host/path and print the digests
+	$(call script,publish.py push --stack $(STACK) --registry "$(REGISTRY)" $(ARGS))
+
+image-test: ## run the tests that need a container engine and the images; ARGS="-k name"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m pytest tests/container $(or $(ARGS),-n 2 --dist loadgroup)
+
+test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m pytest -m "not slow and not container" $(or $(ARGS),-n auto --dist loadgroup)
+
+coverage: ## run the fast tests, and name the lines and branches of trainer/ and scripts/ that they never reach
+	$(call bootstrap,--groups train test)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(VENV)/bin/coverage run -m pytest -n auto --dist loadgroup -m "not slow and not container" $(ARGS)
+	$(VENV)/bin/coverage combine -q && $(VENV)/bin/coverage report
+
+# In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
+compat: compat-oldest compat-newest ## run the tests marked compat on torch 2.5.1 and 2.14.1; ARGS="-k name"
+
+compat-oldest: override STACK = tests/compat/torch2.5
+compat-newest: override STACK = torch2.14-cu130
+compat-oldest compat-newest: override VENV = build/compat/$(notdir $(STACK))
+compat-oldest compat-newest:
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m pytest -m compat $(or $(ARGS),-n auto --dist loadgroup)
+
+test-all: ## run every test, with many more random examples; containers need an engine and images
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m pytest --hypothesis-profile=many $(or $(ARGS),-n auto --dist loadgroup)
+
+mutants: ## break a copy of the package in known ways: does the fast suite see each? (minutes); ARGS="--only data"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.mutants $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+steady: ## run the fast tests 10 times: quiet, beside busy processes, on one core (an hour); OUT=FILE.md
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.steady $(or $(ARGS),--quiet 3 --busy 5 --one-core 2) $(if $(OUT),--out "$(OUT)")
+
+chaos: ## cut, kill, signal and hang runs at random (about an hour); ARGS="--kills 20"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.chaos $(ARGS)
+
+nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify, export (100 of them: half an hour); N=20
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.recorded.nightly $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N)) $(ARGS)
+
+slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.slowdowns --out build/verdicts.md $(ARGS)
+
+schema = $(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor
+lint: ## check style, types, what imports what, spelling, shell files, the Dockerfile and .github
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy --strict
+	$(VENV)/bin/lint-imports --no-logo --no-cache
+	PATH="$(VENV)/bin:$$PATH" shellcheck $$(find . \( -name .git -o -name .venv -o -name build -o -name runs -o -name '*.j2' \) -prune -o \
+		-type f -exec awk 'FNR == 1 && /^#!.*[ \/](ba|da)?sh( |$$)/ {print FILENAME} {nextfile}' {} +)
+	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/codespell
+	$(schema).github-workflows .github/workflows/*.yml
+	$(schema).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(schema).dependabot .github/dependabot.yml
+	$(schema).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(schema).compose-spec docker-compose.yml scripts/compose/gpu.yml
+	$(schema).citation-file-format CITATION.cff
+	$(VENV)/bin/zizmor --offline --no-progress --quiet .github
+
+# Strict: a link that leads nowhere fails.
+docs: ## build the documentation as a site, in build/docs; ARGS=--serve shows it on 127.0.0.1:8000
+	$(call bootstrap,--groups train docs)
+	$(VENV)/bin/python scripts/reference.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --strict --quiet)
+	@echo "docs: build/docs/index.html"
+
+bench: ## run BENCH of benchmarks/: claims, what guides say, measured here (10 minutes; ARGS="--quick"); BENCH=--help lists them
+	$(call bootstrap,--groups train bench)
+	$(VENV)/bin/python -m benchmarks $(BENCH) $(ARGS)
+
+# In an environment of its own: with a new STACK there is no lock yet, and .venv may hold another stack.
+lock: override VENV = build/lock
+lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels --pool FILE"
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
+	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
+	$(VENV)/bin/python scripts/stack_table.py
+
+# From a stack of wheels; a CUDA that no stack has needs DRIVER=native,floor.
+stack: override VENV = build/lock
+stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1
+	$(if $(and $(FROM),$(TORCH)),,$(error make stack needs FROM=, a folder of stacks/, and TORCH=, a version))
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
+	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)
+
+release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.2.0 SOURCE=https://… KEY=file
+	$(call bootstrap,--groups train)
+	$(VENV)/bin/python scripts/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") \
+		$(if $(SOURCE),--source "$(SOURCE)") $(if $(KEY),--key "$(KEY)") $(ARGS)
+
+audit sbom: override VENV = build/lock
+audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
+	$(VENV)/bin/python scripts/audit.py $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS)
+
+sbom: ## find the owner of every file of IMAGE, built on BASE="IMAGE …"; write its bill to build/sbom
+	$(if $(and $(IMAGE),$(BASE)),,$(error make sbom needs IMAGE= and BASE=, names or tar files of images))
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
+	@mkdir -p build/sbom
+	$(VENV)/bin/python scripts/image_files.py $(IMAGE) --base $(BASE) --stack $(STACK) \
+		--sbom build/sbom/sbom.cdx.json --json build/sbom/files.json $(ARGS)
+
+clean-venv: ## delete the environments
+	rm -rf .venv build/lock build/compat

@@ -1,0 +1,93 @@
+"""A container is healthy while the server that it was started for answers, or was started for none."""
+
+import runpy
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWERS = runpy.run_path(str(ROOT / "scripts/healthy"))["answers"]
+INIT = ["/opt/env/bin/dumb-init", "--", "/opt/image/entrypoint"]
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    """Notes the paths that it is asked for; below /broken it has an error."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(500 if self.path.startswith("/broken") else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    asked: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as one:
+        one.asked = asked  # type: ignore[attr-defined]
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        yield one
+        one.shutdown()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["bash"], ["sleep", "1"], [*INIT, "bash"], [*INIT, "trainer", "train", "jupyter"], [*INIT], [""]],
+)
+def test_no_server_was_asked_for(words: list[str]) -> None:
+    assert ANSWERS(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "path"),
+    [
+        (["jupyter", "--ServerApp.port=PORT"], {}, "/api"),
+        (["jupyter", "--port", "PORT", "--ServerApp.base_url=/x/y/"], {}, "/x/y/api"),
+        (["jupyter-lab", "--port=PORT"], {"NB_PREFIX": "/notebook/me"}, "/notebook/me/api"),
+        (["jupyter"], {"JUPYTERHUB_SERVICE_URL": "http://0.0.0.0:PORT/user/me/"}, "/user/me/api"),
+        (
+            ["jupyterhub-singleuser"],
+            {"JUPYTERHUB_SERVICE_URL": "http://0.0.0.0:PORT/user/me/"},
+            "/user/me/api",
+        ),
+        (["tensorboard", "--port", "PORT", "--logdir", "x"], {"NB_PREFIX": "/notebook/me"}, "/"),
+    ],
+)
+def test_a_server_that_answers(
+    server: ThreadingHTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    env: dict[str, str],
+    path: str,
+) -> None:
+    port = str(server.server_port)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value.replace("PORT", port))
+    assert ANSWERS([*INIT, *(word.replace("PORT", port) for word in words)])
+    assert server.asked == [path]  # type: ignore[attr-defined]
+
+
+def test_one_that_fails_or_is_gone(server: ThreadingHTTPServer) -> None:
+    port = server.server_port
+    assert not ANSWERS([*INIT, "jupyter", f"--port={port}", "--ServerApp.base_url=/broken"])
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(OSError):
+        ANSWERS([*INIT, "jupyter", f"--port={port}"])
+
+
+@pytest.mark.parametrize(("said", "healthy"), [(b"SSH-2.0-x\r\n", True), (b"HTTP", False)])
+def test_sshd_greets(said: bytes, healthy: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with server.accept()[0] as client:
+                client.sendall(said)
+
+        threading.Thread(target=greet, daemon=True).start()
+        assert ANSWERS([*INIT, "sshd", "-p", str(server.getsockname()[1])]) == healthy
