@@ -24,6 +24,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats import audio, decode, files, tar_shards
 from trainer.data.formats.arrow import ArrowImages, split_text
 from trainer.data.formats.encoders import read_tokenizer
+from trainer.data.formats.index import index_of
 from trainer.data.formats.labels import labels_in
 from trainer.data.formats.sharded import ShardFolder
 from trainer.data.formats.tables import in_table
@@ -74,7 +75,7 @@ def test_an_image_of_gigabytes_is_no_image(tmp_path: Path) -> None:
     with (tmp_path / "a" / "x.png").open("wb") as file:
         file.truncate(files.LARGEST_FILE + 1)
     with pytest.raises(BadInputError, match=r"an image .* at most"):
-        files.Files(tmp_path, [b"a/x.png"], [0], ["a"]).read(0)
+        files.Files(tmp_path, index_of([b"a/x.png"], [0], ["a"])).read(0)
     size = files.LARGEST_FILE + 1
     with (tmp_path / "s.tar").open("wb") as file:
         file.write(header("a.png", size))

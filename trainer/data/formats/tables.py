@@ -6,6 +6,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +14,20 @@ import numpy as np
 
 from trainer.config.data import DataConfig
 from trainer.data.formats.arrow_stream import import_pyarrow
-from trainer.data.formats.files import IMAGES, Files, Listed, not_listed, plain_names, unlisted
+from trainer.data.formats.files import IMAGES, Files, ListFile, unlisted
+from trainer.data.formats.index import Index, index_folder, index_of, kept
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.signatures import what_it_is
+from trainer.data.left_out import LeftOut
+from trainer.data.shared import names_in
 from trainer.errors import BadInputError, first_line, reading
-from trainer.host.files import read_at
+from trainer.host.files import hash_of_rest, read_at
 
 _LABEL = ("label",)
 _JOINT = "\0"  # between the classes of an image that has several
 _SEPARATORS = ";\t|"
 _NAMED = 20  # columns in a message
+_LARGE = 10_000  # rows of a table whose list is kept
 _ROWS, _FEWEST_ROWS = 4096, 16  # rows that are read at once
 _READ_BYTES = 1 << 28  # bytes of the uncompressed pages of these rows
 _LONGEST = 4096  # bytes of a path or label
@@ -49,7 +54,7 @@ def table_split(config: DataConfig, path: Path, split: str) -> Files:
         if others:
             raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {quoted(others[0])})")
     several = SeveralClasses(config.label_separator or "", tuple(config.label_columns or ()))
-    return in_table(parquet if parquet.exists() else text, several)
+    return in_table(parquet if parquet.exists() else text, several, index_folder(config.index))
 
 
 class SeveralClasses(NamedTuple):
@@ -87,7 +92,11 @@ def _is_one(where: str, column: str, value: Any) -> bool:
     return text in ("1", "1.0", "true")
 
 
-def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  # noqa: B008  (a tuple)
+def in_table(
+    file: Path,
+    several: SeveralClasses = SeveralClasses(),  # noqa: B008  (a tuple)
+    indexes: Path | None = None,
+) -> Files:
     """Opens a CSV or Parquet file with the columns path and label; paths are relative to its folder.
 
     Labels are class names, or numbers; the classes are then 0 to the largest number.
@@ -95,14 +104,24 @@ def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  
     Args:
         file: The table.
         several: How it names several classes of an image.
+        indexes: Folder in which the list of a large table is kept; None: it isn't.
 
     Raises:
         BadInputError: If the table can't be read, lacks a column, or has an invalid row.
     """
+    unit, rows = ("row", _parquet) if file.suffix == ".parquet" else ("line", _csv)
+    if file.is_dir():
+        raise BadInputError(f"{file}: is a folder, and a table one file; write its parts into one")
+    made_from: list[Any] = ["table", unit, several]
+    with reading(file), file.open("rb") as opened:
+        made_from.append(hash_of_rest(opened))
+    index = kept(indexes, made_from, lambda: _listed(file, several, unit, rows(file, several)), _LARGE)
+    index = index._replace(left_out=_unlisted(file, index, several))
+    return Files(file.parent, index, ListFile(file, unit))
+
+
+def _listed(file: Path, several: SeveralClasses, unit: str, rows: Iterator[_Row]) -> Index:
     lines, paths, labels = array("q"), list[bytes](), list[str]()
-    unit, rows = (
-        ("row", _parquet(file, several)) if file.suffix == ".parquet" else ("line", _csv(file, several))
-    )
     with reading(file):
         for line, path, label in rows:
             lines.append(line)
@@ -120,7 +139,7 @@ def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  
     except LabelError as error:
         at = next(at for at, text in enumerate(labels) if names[error.at] in text.split(_JOINT))
         raise BadInputError(f"{file}: {unit} {lines[at]}: {error}; write both alike") from error
-    sets = None
+    more = dict[str, Any]()
     if together:
         classes = list(several.columns) or classes
         index = (
@@ -129,41 +148,37 @@ def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  
             else dict(zip(names, numbers, strict=True))
         )
         distinct = sorted(set(labels))
-        sets = np.zeros((len(distinct), len(classes)), np.uint8)
+        more["sets"] = sets = np.zeros((len(distinct), len(classes)), np.uint8)
         for row, text in enumerate(distinct):
             sets[row, [index[name] for name in text.split(_JOINT) if name]] = 1
         number = {text: row for row, text in enumerate(distinct)}
         numbers = [number[text] for text in labels]
-    left_out = not_listed(f"image{{s}} that {file.name} doesn't name", _unlisted(file, paths, several))
-    files = Files(file.parent, paths, numbers, classes, Listed(file, unit, lines), left_out)
-    files.sets = sets
-    return files
+    return index_of(paths, numbers, classes, number=np.asarray(lines, np.int64))._replace(more=more)
 
 
-def _unlisted(file: Path, paths: Sequence[bytes], several: SeveralClasses) -> list[bytes]:
-    """Returns the images beside those of a table that neither it nor another table of its folder names.
+def _unlisted(file: Path, index: Index, several: SeveralClasses) -> list[LeftOut]:
+    """Counts the images beside those of a table that neither it nor another table of its folder names.
 
     The innermost folder that holds all images of the table is searched. If it isn't below the table's folder,
     only the folders of the images are: it may be the whole disk.
     """
     root = os.path.abspath(os.fsencode(file.parent))  # noqa: PTH100  (bytes)
+    paths = names_in(index.columns)
     folders = {path.rpartition(b"/")[0] for path in paths}
     places = {os.path.normpath(os.path.join(root, folder)) for folder in folders}  # noqa: PTH118
     top = os.path.commonpath(places)
+    count = partial(unlisted, f"image{{s}} that {file.name} doesn't name", file.parent, IMAGES, paths)
+    others = [each for each in file.parent.iterdir() if each.suffix in (".csv", ".parquet") and each != file]
+    named = [_paths(other, several) for other in others]
     if top == root or top.startswith(root + b"/"):
-        found = set(unlisted(file.parent, paths, IMAGES, below=top[len(root) + 1 :]))
-    else:
-        found = {
-            name
-            for place in places
-            for name in unlisted(file.parent, paths, IMAGES, below=os.path.relpath(place, root), deep=False)
-        }
-    others = (each for each in file.parent.iterdir() if each.suffix in (".csv", ".parquet") and each != file)
-    for other in others if found else ():
-        with contextlib.suppress(BadInputError, OSError):  # not a table of images, or another split's fault
-            rows = _parquet(other, several) if other.suffix == ".parquet" else _csv(other, several)
-            found.difference_update(plain_names(file.parent, (path for _, path, _ in rows)))
-    return sorted(found)
+        return count(*named, below=(top[len(root) + 1 :],))
+    return count(*named, below=[os.path.relpath(place, root) for place in places], deep=False)
+
+
+def _paths(file: Path, several: SeveralClasses) -> Iterator[bytes]:
+    with contextlib.suppress(BadInputError, OSError):  # not a table of images, or another split's fault
+        rows = _parquet(file, several) if file.suffix == ".parquet" else _csv(file, several)
+        yield from (path for _, path, _ in rows)
 
 
 def _csv(file: Path, several: SeveralClasses) -> Iterator[_Row]:
@@ -209,8 +224,6 @@ def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
 
 def _batches(file: Path, parquet: Any, labels: Sequence[str]) -> Iterator[Any]:
     """Yields batches of the columns; others may be large, or of a type that pyarrow can't read."""
-    if file.is_dir():
-        raise BadInputError(f"{file}: is a folder, and a table one file; write its parts into one")
     wanted = ("path", *labels)
     rows = _rows_at_once(file, parquet, wanted)
     with parquet.ParquetFile(file) as table:
