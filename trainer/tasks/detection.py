@@ -28,7 +28,7 @@ from trainer.data.formats.boxes import (
 from trainer.data.formats.index import index_folder
 from trainer.data.formats.labels import quoted
 from trainer.data.formats.records import reading_of
-from trainer.data.sources import check_alike, check_folder
+from trainer.data.sources import check_alike, check_folder, twin_notes
 from trainer.errors import BadInputError
 from trainer.models.detection import cell_centers, detections, make_detector, tiny_losses
 from trainer.tasks.augment import Normalization
@@ -68,6 +68,8 @@ class Detection:
         size, most, on_corrupt = self._size, config.max_boxes, data.on_corrupt
         self.train_data: Dataset = BoxedImages(train, size, most, augment, on_corrupt)
         self.evaluation_data: Dataset = BoxedImages(evaluation, size, most, None, on_corrupt)
+        parts: Any = [getattr(pictures, "records", None) for pictures in (train, evaluation)]
+        self.notes = twin_notes(*parts) if all(parts) else ()
         self._model, self._config, self._seed = model, config, seed
         self._mean, self._std = _GRAY if self.channels == 1 else _COLOR
         # torchvision's models normalize their input themselves.

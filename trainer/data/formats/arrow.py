@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
@@ -158,6 +159,17 @@ class ArrowImages(Records):
     def file_name(self, sample: int) -> bytes:
         """See `Records.file_name`."""
         return f"{self._row(sample):08d}".encode()
+
+    def contents(self) -> npt.NDArray[np.int64] | None:
+        """See `Records.contents`: by paths, if all have a folder: a file's name isn't the file."""
+        column = self._table.column(self._image, "data.input_column")
+        if not self._in_struct or column.type.get_field_index("path") < 0:
+            return None
+        paths = import_pyarrow().compute.struct_field(column, "path").to_pylist()
+        if not all(path and "/" in path for path in paths):
+            return None
+        keys: npt.NDArray[np.int64] = np.fromiter(map(hash, paths), np.int64, len(paths))[self._columns[ROW]]
+        return keys
 
     def fingerprint(self) -> str:
         """Returns the sample count and a hash of all labels and the content of 32 rows."""

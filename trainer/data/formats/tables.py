@@ -28,10 +28,8 @@ _JOINT = "\0"  # between the classes of an image that has several
 _SEPARATORS = ";\t|"
 _NAMED = 20  # columns in a message
 _LARGE = 10_000  # rows of a table whose list is kept
-_ROWS, _FEWEST_ROWS = 4096, 16  # rows that are read at once
-_READ_BYTES = 1 << 28  # bytes of the uncompressed pages of these rows
-_LONGEST = 4096  # bytes of a path or label
-_SAME_ROWS, _ROWS_A_BYTE = 1 << 20, 16  # a file with more rows per byte repeats them
+_ROWS = 4096  # rows that are read at once
+_LONGEST = 4096  # letters of a path or label
 _MAGIC = b"PAR1"  # at the start and end of a Parquet file
 _HEAD = 4096
 
@@ -205,106 +203,70 @@ def _csv(file: Path, several: SeveralClasses) -> Iterator[_Row]:
 
 
 def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
-    pyarrow, number = import_pyarrow(file), 0
+    pyarrow, number, wanted = import_pyarrow(file), 0, ["path", *several.wanted]
     try:
-        for batch in _batches(file, pyarrow.parquet, several.wanted):
-            labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
-            for path, values in zip(batch.column("path").to_pylist(), labels, strict=True):
-                number += 1
-                yield number, *_pair(f"{file}: row {number}", path, values, several)
+        facts = pyarrow.parquet.read_metadata(file)
+        chunks = _chunks(facts)
+        # Each text of a dictionary once: a page may stand for gigabytes. pyarrow can't with deltas.
+        deltas = {chunk.path_in_schema for chunk in chunks if "DELTA" in str(chunk.encodings)}
+        flat = {chunk.path_in_schema for chunk in chunks}.intersection(wanted) - deltas
+        with pyarrow.parquet.ParquetFile(file, metadata=facts, read_dictionary=[*flat]) as table:
+            _columns_of(file, table.schema_arrow.names, several.wanted)
+            _check_one(file, sum(chunk.total_compressed_size for chunk in chunks))
+            # Others may be large, or of a type that pyarrow can't read.
+            for batch in table.iter_batches(_ROWS, columns=wanted, use_threads=False):
+                labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
+                for path, values in zip(_texts(file, batch.column("path")), labels, strict=True):
+                    number += 1
+                    yield number, *_pair(f"{file}: row {number}", path, values, several)
+            if number != facts.num_rows:
+                raise BadInputError(
+                    f"{file}: holds {number:,} rows, and says that it has {facts.num_rows:,}; write it again"
+                )
     except LabelError as error:
         raise BadInputError(f"{file}: row {number + 1}: {error}") from error
     except MemoryError as error:
         raise BadInputError(f"{file}: its rows don't fit into the memory; use CSV") from error
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        what = what_it_is(_head(file)) if file.is_file() else ""
+        what = what_it_is(_head(file))
         reason = what if what and what != "Parquet" else first_line(error)
         raise BadInputError(f"{file}: not a readable Parquet file ({reason})") from error
 
 
-def _batches(file: Path, parquet: Any, labels: Sequence[str]) -> Iterator[Any]:
-    """Yields batches of the columns; others may be large, or of a type that pyarrow can't read."""
-    wanted = ("path", *labels)
-    rows = _rows_at_once(file, parquet, wanted)
-    with parquet.ParquetFile(file) as table:
-        _columns_of(file, table.schema_arrow.names, labels)
-        _check_end(file, table.metadata)
-        done = 0
-        for batch in table.iter_batches(rows, columns=list(wanted), use_threads=False):
-            done += batch.num_rows
-            yield _short(file, batch, wanted)
-        if done != table.metadata.num_rows:
-            raise BadInputError(
-                f"{file}: holds {done:,} rows, and says that it has {table.metadata.num_rows:,}; write "
-                "it again"
-            )
+def _texts(file: Path, column: Any) -> list[Any]:
+    """Returns the values of a column, whose dictionary is looked at before it is expanded."""
+    pyarrow = import_pyarrow(file)
+    if not pyarrow.types.is_dictionary(column.type):
+        return list(column.to_pylist())
+    compute = pyarrow.compute
+    longest = compute.max(compute.binary_length(column.dictionary)).as_py() or 0
+    if longest > _LONGEST:
+        raise BadInputError(f"{file}: column 'path' has a value of {longest:,} bytes, so it holds no paths")
+    return list(column.dictionary_decode().to_pylist())
 
 
-def _rows_at_once(file: Path, parquet: Any, wanted: Sequence[str]) -> int:
-    """Returns the rows that are read at once: fewer if a page, which each row may repeat, is large.
-
-    Raises:
-        BadInputError: If pages of the two columns are larger than paths and labels can be.
-    """
-    facts = parquet.read_metadata(file)
-    if facts.num_rows > max(_SAME_ROWS, _ROWS_A_BYTE * file.stat().st_size):
-        raise BadInputError(
-            f"{file}: says that it has {facts.num_rows:,} rows in {file.stat().st_size:,} bytes, so the same "
-            "again and again; keep one of each, or use CSV"
-        )
-    largest = 0
-    for group in map(facts.row_group, range(facts.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if (name := chunk.path_in_schema.partition(".")[0]) in wanted:  # nested: a.b
-                largest = max(largest, chunk.total_uncompressed_size)
-                most = _FEWEST_ROWS * group.num_rows
-                if largest > _SAME_ROWS + _LONGEST * most or chunk.num_values > most:
-                    raise _too_long(file, name)
-    return max(_FEWEST_ROWS, min(_ROWS, _READ_BYTES // max(1, largest)))
+def _chunks(facts: Any) -> list[Any]:
+    groups = map(facts.row_group, range(facts.num_row_groups))
+    return [group.column(number) for group in groups for number in range(group.num_columns)]
 
 
-def _begin(chunk: Any) -> int:
-    """Returns the offset of a column chunk's first page."""
-    offset: int = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-    return offset
+def _check_one(file: Path, pages: int) -> None:
+    """Checks that a file isn't two that were concatenated, of which pyarrow reads the last footer.
 
-
-def _short(file: Path, batch: Any, wanted: Sequence[str]) -> Any:
-    """Returns the batch after checking that its texts are short enough to be paths and labels."""
-    for name in wanted:
-        if batch.column(name).nbytes > _LONGEST * (_FEWEST_ROWS + batch.num_rows):
-            raise _too_long(file, name)
-    return batch
-
-
-def _too_long(file: Path, column: str) -> BadInputError:
-    return BadInputError(
-        f"{file}: column '{column}' holds more than {_LONGEST:,} bytes a row, so no {column}s"
-    )
-
-
-def _check_end(file: Path, facts: Any) -> None:
-    """Checks that the row groups are the whole file: of two concatenated files, only the last is read.
+    Args:
+        file: The file.
+        pages: Bytes of the pages that the footer knows.
 
     Raises:
-        BadInputError: If the file holds other rows.
+        BadInputError: If it is.
     """
-    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
-    if sum(group.num_rows for group in groups) != facts.num_rows:
-        raise BadInputError(f"{file}: the rows of its groups aren't {facts.num_rows:,}; write it again")
-    if not groups:
-        return
-    size = file.stat().st_size
-    chunks = [groups[-1].column(number) for number in range(facts.num_columns)]
-    end = max(_begin(chunk) + chunk.total_compressed_size for chunk in chunks)
-    # Only page indexes may lie between the pages and the footer.
-    rest = size - len(_MAGIC) - 4 - facts.serialized_size - end
     with file.open("rb") as opened:
-        if rest > 0 and (at := read_at(opened.fileno(), 0, rest + 2 * len(_MAGIC)).find(2 * _MAGIC)) >= 0:
-            raise BadInputError(
-                f"{file}: a second Parquet file begins at byte {at + len(_MAGIC):,}; take them apart, or "
-                "write the rows into one"
-            )
+        rest = read_at(opened.fileno(), len(_MAGIC) + pages, file.stat().st_size)
+    if (at := rest.find(2 * _MAGIC)) >= 0:
+        raise BadInputError(
+            f"{file}: a second Parquet file begins at byte {2 * len(_MAGIC) + pages + at:,}; take them "
+            "apart, or write the rows into one"
+        )
 
 
 def _columns_of(file: Path, columns: Sequence[str], labels: Sequence[str]) -> list[int]:
