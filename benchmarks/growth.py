@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainer.data.formats.index import Index, content_hash
 from trainer.data.formats.records import Records
-from trainer.data.formats.sharded import Shard, content_hash, in_shards, write_index
+from trainer.data.formats.sharded import Shard, about_of, in_shards, write_index
 from trainer.data.formats.tables import in_table
 from trainer.data.sampling.plan import Plan
 from trainer.data.shared import name_columns
@@ -164,6 +165,7 @@ def measure(
     kinds: Mapping[str, tuple[str, Sequence[int], Callable[[Path, int], None], Callable[[Path, int], object]]]
     kinds = {
         "a table of files: read, fingerprint, first batches": ("samples", samples, write_table, start_table),
+        "the same table by its index": ("samples", samples, write_listed, start_listed),
         "an index of shards: read, fingerprint, first batches": ("samples", samples, write_one, start_shards),
         "shards of 1,000 samples: open, an epoch in blocks": ("shards", shards, write_shards, read_epoch),
         "rows of a run: its report": ("steps", steps, write_rows, report),
@@ -226,6 +228,17 @@ def start_table(folder: Path, _: int) -> None:
     _begin(in_table(folder / "train.csv"))
 
 
+def write_listed(folder: Path, count: int) -> None:
+    """A table that was read before."""
+    write_table(folder, count)
+    in_table(folder / "train.csv", indexes=folder)
+
+
+def start_listed(folder: Path, _: int) -> None:
+    """Does what a run does with a table that was read before."""
+    _begin(in_table(folder / "train.csv", indexes=folder))
+
+
 def write_one(folder: Path, count: int) -> None:
     """An index of so many samples in 64 shards that hold nothing."""
     _write_index(folder, count, 64)
@@ -278,7 +291,8 @@ def _write_index(folder: Path, count: int, shards: int) -> None:
         with (folder / about[-1].name).open("wb") as file:
             file.truncate(about[-1].bytes)
     classes = [f"n{n:08d}" for n in range(1000)]
-    write_index(folder, about, columns, classes, "files", "made for a bench", {})
+    index = Index(columns, classes, (), {"shards": about})
+    write_index(folder, index, about_of(index, "files", "made for a bench"))
 
 
 def write_rows(folder: Path, steps: int) -> None:

@@ -146,7 +146,7 @@ CASES = [
     (["data", "pack", "here", "out"], "here"),
     (["data", "stats", "here"], "here"),
     (["data", "pack", ".", "p", "--processes", "0"], "--processes 0 1"),
-    (["data", "verify", "here"], "here directory"),
+    (["data", "verify", "here"], "here"),
     (["data", "index", "here"], "here .tar"),
     (["train", "digits", "--set", "precision.mode=tf32"], "NVIDIA GPU"),
     (["train", "digits", "--set", "data.last_batch=weighted"], "BatchNorm"),

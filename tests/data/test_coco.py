@@ -3,6 +3,7 @@ training, with the image's id.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from tests.helpers.batches import CPU, read_all, source
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import DetectionConfig
@@ -318,6 +319,20 @@ def test_val_is_numbered_by_the_names_of_train(tmp_path: Path) -> None:
     written(tmp_path, what, "val")
     with refused("cat", tmp_path):
         Detection(DataConfig(name="coco", path=tmp_path), ModelConfig(), config, 0)
+
+
+def test_images_of_both_parts_are_counted(tmp_path: Path) -> None:
+    def notes() -> tuple[str, ...]:
+        return Detection(
+            DataConfig(name="coco", path=tmp_path), ModelConfig(), DetectionConfig(max_boxes=4), 0
+        ).notes
+
+    written(written(tmp_path, told()), told(), "val")
+    assert notes() == ()
+    shutil.rmtree(tmp_path / "val")
+    (tmp_path / "val").symlink_to("train")
+    (note,) = notes()
+    assert named(note, "2 of 3", "7.png")
 
 
 def change(path: str, value: Any) -> Callable[[Any], None]:

@@ -24,6 +24,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats import audio, decode, files, tar_shards
 from trainer.data.formats.arrow import ArrowImages, split_text
 from trainer.data.formats.encoders import read_tokenizer
+from trainer.data.formats.index import index_of
 from trainer.data.formats.labels import labels_in
 from trainer.data.formats.sharded import ShardFolder
 from trainer.data.formats.tables import in_table
@@ -74,7 +75,7 @@ def test_an_image_of_gigabytes_is_no_image(tmp_path: Path) -> None:
     with (tmp_path / "a" / "x.png").open("wb") as file:
         file.truncate(files.LARGEST_FILE + 1)
     with pytest.raises(BadInputError, match=r"an image .* at most"):
-        files.Files(tmp_path, [b"a/x.png"], [0], ["a"]).read(0)
+        files.Files(tmp_path, index_of([b"a/x.png"], [0], ["a"])).read(0)
     size = files.LARGEST_FILE + 1
     with (tmp_path / "s.tar").open("wb") as file:
         file.write(header("a.png", size))
@@ -214,16 +215,14 @@ def rows(path: str, label: str, count: int) -> pyarrow.Table:
     return pyarrow.table(made)
 
 
-PARQUET: dict[str, tuple[pyarrow.Table, str]] = {
-    "a page": (pyarrow.table({"path": ["a" * (64 << 20)], "label": ["c"]}), "column 'path' holds more than"),
-    "a label": (pyarrow.table({"path": ["a"], "label": ["c" * (64 << 20)]}), "column 'label' holds more"),
-    "a dictionary": (rows("a" * (1 << 20), "c", 20_000), "column 'path' holds more|more than 4,096 letters"),
-    "a dictionary of labels": (rows("a", "c" * (1 << 20), 20_000), "more than 4,096 letters|column 'label'"),
-    "rows": (rows("a", "c", 2_000_000), "2,000,000 rows in"),
-    "a list": (pyarrow.table({"path": ["a"], "label": [["c"] * 100_000]}), "column 'label' holds more"),
-    "shared beginnings": (
-        pyarrow.table({"path": ["p" * 100_000 + str(i) for i in range(300)], "label": ["c"] * 300}),
-        "column 'path' holds more",
+PARQUET: dict[str, pyarrow.Table] = {
+    "a page": pyarrow.table({"path": ["a" * (64 << 20)], "label": ["c"]}),
+    "a label": pyarrow.table({"path": ["a"], "label": ["c" * (64 << 20)]}),
+    "a dictionary": rows("a" * (1 << 20), "c", 20_000),
+    "a dictionary of labels": rows("a", "c" * (1 << 20), 20_000),
+    "a list": pyarrow.table({"path": ["a"], "label": [["c"] * 100_000]}),
+    "shared beginnings": pyarrow.table(
+        {"path": ["p" * 100_000 + str(i) for i in range(300)], "label": ["c"] * 300}
     ),
 }
 
@@ -231,29 +230,25 @@ PARQUET: dict[str, tuple[pyarrow.Table, str]] = {
 @pytest.mark.parametrize("made", PARQUET)
 def test_parquet_that_inflates_is_refused(tmp_path: Path, made: str) -> None:
     file = tmp_path / "train.parquet"
-    table, why = PARQUET[made]
     encoding = {"path": "DELTA_BYTE_ARRAY", "label": "PLAIN"} if made.startswith("shared") else None
     parquet.write_table(
-        table,
-        file,
-        compression="zstd",
-        use_dictionary=encoding is None,
-        column_encoding=encoding,
+        PARQUET[made], file, compression="zstd", use_dictionary=encoding is None, column_encoding=encoding
     )
-    with pytest.raises(BadInputError, match=why) as refused:
+    with refused(file, "label" if "label" in made or made == "a list" else "path"):
         in_table(file)
-    assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize("made", ["a page", "a label", "a list"])
-def test_a_group_of_rows_is_bounded_before_it_is_read(
-    tmp_path: Path, made: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "train.parquet"
-    parquet.write_table(PARQUET[made][0], file, compression="zstd", use_dictionary=False)
-    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it is inflated"))
-    with refused(file, "path" if made == "a page" else "label"):
-        in_table(file)
+def test_a_text_of_parquet_is_held_once(tmp_path: Path) -> None:
+    parquet.write_table(rows("a" * 100_000, "c", 4000), tmp_path / "train.parquet")
+    before = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(pool)
+    try:
+        with refused(tmp_path / "train.parquet", "path"):
+            in_table(tmp_path / "train.parquet")
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert pool.max_memory() < 64 << 20 < 4000 * 100_000
 
 
 @pytest.mark.parametrize(
@@ -315,18 +310,9 @@ def lie(file: Path, true: int, said: int, form: str) -> None:
 
 
 _ROWS, _BYTES = 0x1234, 0x2345
-_NOTHING = pyarrow.nulls(2_000_000_000)
 _SAME = pyarrow.array(np.zeros(3000, np.int8))
 _PICTURE = pyarrow.array([b"a" * _BYTES])
 ARROW: dict[str, tuple[dict[str, pyarrow.Array], str]] = {
-    "nothing": (
-        {"image": pyarrow.StructArray.from_arrays([_NOTHING], ["bytes"]), "label": _NOTHING},
-        "2,000",
-    ),
-    "a view": (
-        {"image": pyarrow.array([b"a"]), "label": pyarrow.array(["a"], pyarrow.string_view())},
-        "'label' holds string_view",
-    ),
     "numbers": ({"image": pyarrow.array([{"bytes": 10**12}]), "label": pyarrow.array([0])}, "bytes: int64"),
     "twice": (
         {

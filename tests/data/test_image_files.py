@@ -17,6 +17,7 @@ from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data, unreadable
 from trainer.data.formats.files import Files, in_folder
 from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.index import index_of
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import in_shards
@@ -163,7 +164,7 @@ def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest
 
 
 def labeled(classes: Sequence[str], labels: list[int]) -> Files:
-    return Files(Path("x"), [b"%d" % number for number in range(len(labels))], labels, classes)
+    return Files(Path("x"), index_of([b"%d" % number for number in range(len(labels))], labels, classes))
 
 
 @pytest.mark.parametrize(

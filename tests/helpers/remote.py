@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from trainer.data.formats.sharded import About, Shard, content_hash, write_index
+from trainer.data.formats.index import Index, content_hash
+from trainer.data.formats.sharded import About, Shard, about_of, write_index
 from trainer.data.shared import name_columns
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -172,7 +173,8 @@ def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:
         for (name, dtype), column in zip(types.items(), zip(*rows, strict=True), strict=True)
     }
     columns |= name_columns([f"{sample}.png".encode() for sample in range(len(rows))])
-    return write_index(folder, shards, columns, list("abcd"), "files", "made up", {})
+    index = Index(columns, list("abcd"), (), {"shards": shards})
+    return write_index(folder, index, about_of(index, "files", "made up"))
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -102,7 +102,7 @@ def test_a_fingerprint_tells_folders_apart(tmp_path: Path, monkeypatch: pytest.M
     first.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     other_content = fingerprint()
     first.write_bytes(data + b"\0")
-    monkeypatch.setattr("trainer.data.formats.files._CONTENTS", 0)
+    monkeypatch.setattr("trainer.data.formats.files.CONTENTS", 0)
     without_content = fingerprint()
     first.write_bytes(data)
     other_size = fingerprint()

@@ -74,6 +74,12 @@ class DataConfig(LoaderConfig):
         description="largest size of the copies of shards and packs, such as 200GB (default: no limit); if "
         "they don't all fit, the order shuffles within a few of them at a time",
     )
+    index: Path | None = Field(
+        None,
+        description="folder in which indexes of local data are kept, and the hash of each sample that is "
+        "read whole; default: one in the user's cache, without hashes but those of `trainer data verify` "
+        "(folder, table, shards, coco, hf)",
+    )
     on_corrupt: OnCorrupt = Field(
         "fail",
         description="a sample that can't be decoded: fail, skip (another, always the same, stands in) or "
@@ -306,6 +312,8 @@ class DataConfig(LoaderConfig):
                     "data.cache and data.cache_limit are for a data.path that is a URL; leave them out"
                 )
             return self
+        if self.index is not None:
+            raise ValueError("data.index is for data of this machine, and data.path is a URL; leave it out")
         try:
             check_url(self.path)
         except ValueError as error:

@@ -49,10 +49,10 @@ FORMATS = {
     ),
     "shards": Format(
         ("classification",),
-        "tar files, after `trainer data index`",
+        "tar files; behind a URL, after `trainer data index`",
         "path or URL",
         splits=True,
-        opens="trainer.data.formats.sharded:sharded_split",
+        opens="trainer.data.formats.tar_shards:tars_split",
     ),
     "pack": Format(
         ("classification",),

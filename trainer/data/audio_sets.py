@@ -11,10 +11,11 @@ from trainer.config.data import DataConfig
 from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
-from trainer.data.formats.files import Files, beside, in_folder, not_listed, readable
+from trainer.data.formats.files import Files, in_folder, readable, unlisted
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import LABEL
 from trainer.data.formats.signatures import what_it_is
+from trainer.data.left_out import one, tally
 from trainer.data.sources import class_notes, common_classes, data_path
 from trainer.errors import BadInputError, reading
 from trainer.rng import Purpose, key
@@ -66,6 +67,8 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
         train, evaluation = split_by_lists(root, part)
     else:
         train, evaluation = (in_folder(root / split, SUFFIXES) for split in ("train", "val"))
+    for files in (train, evaluation):
+        files.keep_hashes(config.index)
     classes, measured = common_classes(root, train, evaluation)
     return AudioData(
         AudioFolder(train, seconds, sample_rate, True, config.on_corrupt),
@@ -123,10 +126,12 @@ def split_by_lists(root: Path, part: str) -> tuple[Files, Files]:
     rest = [sample for sample in range(len(files)) if sample not in held_out]
     unused = TESTING if part == "validation" else VALIDATION
     others = sorted(set(lists[unused]) - set(wanted))
-    files.left_out = (
-        *files.left_out,
-        *not_listed(f"recording{{s}} of {unused}", [files.file_name(sample) for sample in others]),
-        *beside(f"recording{{s}} in {_NOISE}", root / _NOISE, (), SUFFIXES, deep=True),
+    files.left_out = tally(
+        (
+            *files.left_out,
+            *(one(f"recording{{s}} of {unused}", files.file_name(sample)) for sample in others),
+            *unlisted(f"recording{{s}} in {_NOISE}", root / _NOISE, SUFFIXES),
+        )
     )
     if not rest or not wanted:
         raise BadInputError(f"{root}: its lists leave nothing {'to measure on' if rest else 'to train on'}")

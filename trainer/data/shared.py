@@ -112,6 +112,12 @@ def name_columns(names: list[bytes]) -> dict[str, npt.NDArray[Any]]:
     return {"name": np.frombuffer(bytearray().join(names), np.uint8), "name_end": ends}
 
 
+def names_in(columns: Columns | Mapping[str, npt.NDArray[Any]]) -> list[bytes]:
+    """Returns all byte strings that `name_columns` packed."""
+    text, ends = columns["name"].tobytes(), columns["name_end"].tolist()
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def name_at(columns: Columns, index: int) -> bytes:
     """Returns one of the byte strings that `name_columns` packed."""
     ends = columns["name_end"]

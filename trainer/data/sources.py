@@ -179,6 +179,8 @@ def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
         records: Records = open_cached(join(path, split), folder, _bytes(config.cache_limit))
     else:
         records = named(FORMATS[config.name].opens)(config, path, split)
+    if not isinstance(records, ShardedRecords):
+        records.keep_hashes(config.index)
     made = records.reading if isinstance(records, ShardedRecords) else None
     records.reading = reading_of(config, made)
     if isinstance(records, ShardedRecords) and records.decoded and records.reading != made:

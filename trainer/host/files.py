@@ -404,6 +404,12 @@ def hash_of_rest(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
+def cache_folder(name: str) -> Path:
+    """Returns a folder of ours in the user's cache: XDG_CACHE_HOME/trainer/NAME."""
+    home = Path(os.environ.get("HOME") or "/", ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", name)
+
+
 def own_folder(path: Path) -> Path:
     """Makes a folder, if there is none; its parent must exist.
 

@@ -24,7 +24,7 @@ from trainer.config.models import HF
 from trainer.config.suggest import nearest
 from trainer.data.remote.access import DiskError, DownloadSink, NotThereError, WrongContentError, fetch
 from trainer.errors import BadInputError, first_line
-from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
+from trainer.host.files import cache_folder, locked, remove_unfinished, write_whole, written_whole
 from trainer.host.here import from_here
 from trainer.models.hf_files import find_model
 from trainer.models.hub import FILE, hub_file
@@ -97,7 +97,7 @@ def _of_torchvision(source: str, name: str) -> Weights:
             f"model.pretrained={source}: torchvision has no such weights{nearest(name, known)}"
         )
     published = url.rpartition("/")[2]
-    folder = _cache()
+    folder = cache_folder("weights")
     kept = folder / f"{published.removesuffix('.pth')}.safetensors"
     digest = kept.with_suffix(".sha256")
     if not (kept.exists() and digest.exists()):  # a complete cache may be read-only
@@ -187,8 +187,3 @@ def _state_in(file: Path, source: str) -> dict[str, torch.Tensor]:
 def _sha256(file: Path) -> str:
     with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return hashlib.sha256(data).hexdigest()
-
-
-def _cache() -> Path:
-    home = Path(os.environ.get("HOME") or "/", ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", "weights")

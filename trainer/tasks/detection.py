@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,14 +25,18 @@ from trainer.data.formats.boxes import (
     BoxedImages,
     Pictures,
 )
+from trainer.data.formats.index import index_folder
 from trainer.data.formats.labels import quoted
 from trainer.data.formats.records import reading_of
-from trainer.data.sources import check_alike, check_folder
+from trainer.data.sources import check_alike, check_folder, twin_notes
 from trainer.errors import BadInputError
 from trainer.models.detection import cell_centers, detections, make_detector, tiny_losses
 from trainer.tasks.augment import Normalization
 from trainer.tasks.average_precision import average_precision
 from trainer.tasks.sums import weighted_sum
+
+if TYPE_CHECKING:
+    from trainer.data.formats.coco import CocoPictures
 
 # Mean and standard deviation of pixel / 255: of the embedded canvases, and ImageNet's.
 _Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -64,6 +68,8 @@ class Detection:
         size, most, on_corrupt = self._size, config.max_boxes, data.on_corrupt
         self.train_data: Dataset = BoxedImages(train, size, most, augment, on_corrupt)
         self.evaluation_data: Dataset = BoxedImages(evaluation, size, most, None, on_corrupt)
+        parts: Any = [getattr(pictures, "records", None) for pictures in (train, evaluation)]
+        self.notes = twin_notes(*parts) if all(parts) else ()
         self._model, self._config, self._seed = model, config, seed
         self._mean, self._std = _GRAY if self.channels == 1 else _COLOR
         # torchvision's models normalize their input themselves.
@@ -177,11 +183,18 @@ def _more_pictures(data: DataConfig, split: str | None, seed: int) -> Pictures:
     """Opens images for evaluation; of COCO's files only those of the split are read."""
     if data.name != "coco" or not isinstance(data.path, Path):
         return _pictures(data, seed)[1]
+    return _coco(data, data.path, split or "val", training=False)
+
+
+def _coco(data: DataConfig, path: Path, split: str, training: bool | None = None) -> "CocoPictures":
     from trainer.data.formats.coco import CocoPictures
 
-    root = at_home(data.path, "data.path")
+    root = at_home(path, "data.path")
     check_folder(root)
-    return CocoPictures(root, split or "val", data.on_corrupt, reading_of(data), training=False)
+    indexes = index_folder(data.index)
+    pictures = CocoPictures(root, split, data.on_corrupt, reading_of(data), training, indexes)
+    pictures.records.keep_hashes(data.index)
+    return pictures
 
 
 def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
@@ -210,16 +223,10 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
         raise AssertionError(f"data.name={data.name} has no boxes")
     if not isinstance(data.path, Path):
         raise BadInputError(f"data.path is missing: data.name={data.name} needs data.path=DIR")
-    from trainer.data.formats.coco import CocoPictures
-
-    root = at_home(data.path, "data.path")
-    check_folder(root)
-    train, evaluation = (
-        CocoPictures(root, split, data.on_corrupt, reading_of(data)) for split in ("train", "val")
-    )
+    train, evaluation = (_coco(data, data.path, split) for split in ("train", "val"))
     if odd := [name for name in evaluation.classes if name not in train.classes]:
         raise BadInputError(
-            f"{root}: category {quoted(odd[0])} is in val only; add it to train with boxes to learn from, or "
-            "remove it"
+            f"{data.path}: category {quoted(odd[0])} is in val only; add it to train with boxes to "
+            "learn from, or remove it"
         )
     return train, evaluation.numbered_by(train.classes)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,17 +81,24 @@ def add_parser(commands: Any) -> None:
     tokens.add_argument("--force", action="store_true", help="replace DST if it is there")
     tokens.set_defaults(run=_tokenize)
 
-    index = kinds.add_parser("index", help="index tar shards, once", allow_abbrev=False)
+    index = kinds.add_parser(
+        "index", help="index tar shards, to serve them by https or s3", allow_abbrev=False
+    )
     index.add_argument("folder", type=Path, metavar="DIR", help="holds .tar files; or train and val do")
     index.add_argument(
         "--image", default="", metavar="SUFFIX", help="of the image, where samples have two (a mask, say)"
     )
     index.set_defaults(run=_index)
 
-    verify = kinds.add_parser("verify", help="check every sample of a pack or of shards", allow_abbrev=False)
-    verify.add_argument(
-        "folder", type=Path, metavar="DIR", help="has an index, or train and val do; or tokens.bin"
+    verify = kinds.add_parser(
+        "verify", help="compare every sample with its hash, and keep those of new ones", allow_abbrev=False
     )
+    verify.add_argument(
+        "what",
+        metavar="DIR|RECIPE",
+        help="as for pack, or a pack; tokens.bin; or a recipe, for any data that lie in files",
+    )
+    add_settings(verify)
     verify.set_defaults(run=_verify)
 
     show = kinds.add_parser("show", help="samples of text as the model sees them", allow_abbrev=False)
@@ -125,17 +132,16 @@ def _parts(source: Path) -> list[tuple[str, Path]]:
 
 def _open(source: Path) -> Any:
     from trainer.data.formats.files import in_folder
+    from trainer.data.formats.index import index_folder
     from trainer.data.formats.sharded import INDEX, in_shards
     from trainer.data.formats.tables import in_table
-    from trainer.data.formats.tar_shards import tar_files
+    from trainer.data.formats.tar_shards import in_tars, tar_files
 
     if source.suffix in (".csv", ".parquet"):
-        return in_table(source)
+        return in_table(source, indexes=index_folder(None))
     if (source / INDEX).exists():
         return in_shards(source)
-    if tar_files(source)[0]:
-        raise BadInputError(f"{source}: these shards have no index yet: trainer data index {source}")
-    return in_folder(source)
+    return in_tars(source, index_folder(None)) if tar_files(source)[0] else in_folder(source)
 
 
 def _tokenize(options: argparse.Namespace) -> int:
@@ -211,6 +217,7 @@ def _index(options: argparse.Namespace) -> int:
         classes = len(about.classes)
         say(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.shards)} shards")
         _tell_left_out(about.left_out)
+    say("  this is for shards behind a URL: a run on a folder of them makes its own index, and keeps it")
     return EXIT_DONE
 
 
@@ -222,24 +229,52 @@ def _tell_left_out(found: Sequence["LeftOut"]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from trainer.data.formats.sharded import in_shards
+    from trainer.data.formats.index import index_folder, known_hashes
     from trainer.data.formats.stats import damaged
 
-    if options.folder.suffix == ".bin":
-        return _verify_tokens(options.folder)
+    path = Path(options.what)
+    if path.suffix == ".bin":
+        return _verify_tokens(path)
     bad = 0
-    for _, folder in _parts(options.folder):
-        records = in_shards(folder)
-        with progress_bar(f"verifying {folder}", len(records)) as advance:
+    for name, records, index in _to_verify(options, path):
+        file = None if (indexed := hasattr(records, "about")) else records.keep_hashes(index, make=True)
+        known = known_hashes(file) if file else 0
+        with progress_bar(f"verifying {name}", len(records)) as advance:
             lines = list(damaged(records, advance))
         for line in lines[:_SHOWN]:
             say(line)
         if len(lines) > _SHOWN:
             say(f"… and {len(lines) - _SHOWN:,} more")
-        say(f"{folder}: {len(records) - len(lines):,} of {len(records):,} samples are as they were indexed")
+        when = "indexed" if indexed else "first read"
+        say(f"{name}: {len(records) - len(lines):,} of {len(records):,} samples are as they were {when}")
+        if file:
+            say(f"  {known_hashes(file) - known:,} of them were read for the first time: {file}")
+        elif not indexed:
+            raise BadInputError(f"{index_folder(index)}: hashes can't be kept there; give data.index=DIR")
         _tell_left_out(records.left_out)
         bad += len(lines)
     return EXIT_FAILED if bad else EXIT_DONE
+
+
+def _to_verify(options: argparse.Namespace, path: Path) -> Iterator[tuple[str, Any, Path | None]]:
+    """Yields name and records of each part, and data.index."""
+    if path.is_dir() or path.suffix in (".csv", ".parquet"):
+        if options.set:
+            raise BadInputError(f"{options.set[0]}: keys go with a recipe, and {path} is data")
+        yield from ((str(folder), _open(folder), None) for _, folder in _parts(path))
+        return
+    if not path.exists() and path.parent != Path():
+        raise BadInputError(f"{path}: no such folder or file")
+    from trainer.config.recipe_file import provisional
+    from trainer.train.components.task import make_task
+
+    recipe, _ = provisional(options.what, options.set)
+    task = make_task(recipe)
+    for name, data in (("train", task.train_data), ("val", task.evaluation_data)):
+        records = getattr(data, "records", None)
+        if records is None:
+            raise BadInputError(f"data.name={recipe.data.name}: has no samples in files to verify")
+        yield name, records, recipe.data.index
 
 
 def _verify_tokens(file: Path) -> int:

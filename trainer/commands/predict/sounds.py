@@ -10,6 +10,7 @@ import torch
 from trainer.commands.predict.classes import show_files
 from trainer.data.formats.audio import AUDIO, AudioFolder
 from trainer.data.formats.files import Files
+from trainer.data.formats.index import index_of
 from trainer.train.model_of_run import OpenedRun, read_samples
 
 
@@ -25,6 +26,6 @@ def _as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
         BadInputError: If it can't be read, isn't a recording, or has another sample rate.
     """
     facts = run.task.describe()
-    alone = Files(path.parent, [os.fsencode(path.name)], [0], ("",))
+    alone = Files(path.parent, index_of([os.fsencode(path.name)], [0], ("",)))
     folder = AudioFolder(alone, facts["seconds"], facts["sample_rate"], False, "fail")
     return read_samples(folder, np.zeros(1, np.int64)).fields[AUDIO][0]

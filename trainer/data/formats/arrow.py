@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
 from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_of
-from trainer.data.formats.files import beside
+from trainer.data.formats.files import unlisted
+from trainer.data.formats.index import Index
 from trainer.data.formats.labels import (
     LabelError,
     as_integer,
@@ -27,10 +29,9 @@ from trainer.data.formats.labels import (
     numbered,
     quoted,
 )
-from trainer.data.formats.records import Records
+from trainer.data.formats.records import LABEL, ROW, Records
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text
-from trainer.data.shared import Columns
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
 from trainer.host.files import open_own
@@ -84,8 +85,8 @@ class ArrowTable:
         self.folder = folder
         self._files = _files(folder)
         named = [file.name for file in self._files]
-        self.left_out = tuple(
-            beside("Arrow file{s} that state.json doesn't name", folder, named, (".arrow",))
+        self.left_out = unlisted(
+            "Arrow file{s} that state.json doesn't name", folder, (".arrow",), named, deep=False
         )
         self._read = dict[str, Any]()
         self.columns: Sequence[str] = schema_of(self._files[0]).names
@@ -141,7 +142,6 @@ class ArrowImages(Records):
             BadInputError: If a column is missing, or of another type.
         """
         self._table, self._image = ArrowTable(folder), image
-        self.left_out = self._table.left_out
         images = self._table.column(image, "data.input_column")
         self._in_struct = str(images.type).startswith("struct<") and images.type.get_field_index("bytes") >= 0
         encoded = images.type.field("bytes").type if self._in_struct else images.type
@@ -150,15 +150,26 @@ class ArrowImages(Records):
                 f"{folder}: column '{image}' holds {_type(images)}, no encoded images; name another by "
                 "data.input_column, or cast it to datasets.Image()"
             )
-        names = self._table.names_of(label)
-        self.classes: Sequence[str]
-        labels, self.classes = _classes(folder, label, self._table.column(label, "data.label_column"), names)
-        column = np.asarray(labels, dtype=np.int64)
-        self._columns = Columns.hold({"label": column, "row": np.arange(len(column))})
+        labels, classes = _classes(
+            folder, label, self._table.column(label, "data.label_column"), self._table.names_of(label)
+        )
+        rows = {LABEL: np.asarray(labels, np.int64), ROW: np.arange(len(labels))}
+        super().__init__(Index(rows, classes, self._table.left_out))
 
     def file_name(self, sample: int) -> bytes:
         """See `Records.file_name`."""
         return f"{self._row(sample):08d}".encode()
+
+    def contents(self) -> npt.NDArray[np.int64] | None:
+        """See `Records.contents`: by paths, if all have a folder: a file's name isn't the file."""
+        column = self._table.column(self._image, "data.input_column")
+        if not self._in_struct or column.type.get_field_index("path") < 0:
+            return None
+        paths = import_pyarrow().compute.struct_field(column, "path").to_pylist()
+        if not all(path and "/" in path for path in paths):
+            return None
+        keys: npt.NDArray[np.int64] = np.fromiter(map(hash, paths), np.int64, len(paths))[self._columns[ROW]]
+        return keys
 
     def fingerprint(self) -> str:
         """Returns the sample count and a hash of all labels and the content of 32 rows."""
@@ -183,10 +194,7 @@ class ArrowImages(Records):
                 f"{self.name(sample)}: holds no bytes of an image, maybe only its path; save the data again "
                 "where the files are"
             )
-        return bytearray(content)
-
-    def _row(self, sample: int) -> int:
-        return int(self._columns["row"][sample])
+        return self._as_before(sample, bytearray(content))
 
     def _bytes(self, sample: int) -> bytes | None:
         value = self._table.column(self._image, "data.input_column")[self._row(sample)].as_py()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.dataset import ArrayDataset
-from trainer.data.formats.files import beside
+from trainer.data.formats.files import unlisted
 from trainer.errors import BadInputError, reading
 
 _TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
@@ -37,7 +37,8 @@ def open_cifar10(folder: Path) -> tuple[ArrayDataset, ArrayDataset, tuple[str, .
             f"{folder}: is CIFAR-10's Python version, which is pickled; get the binary version"
         )
     train, test = (_read([folder / name for name in names]) for names in (_TRAIN, _TEST))
-    train.left_out = tuple(beside("file{s} that CIFAR-10 doesn't have", folder, (*_TRAIN, *_TEST), (".bin",)))
+    more = unlisted("file{s} that CIFAR-10 doesn't have", folder, (".bin",), (*_TRAIN, *_TEST), deep=False)
+    train.left_out = tuple(more)
     return train, test, _names(folder / "batches.meta.txt")
 
 

@@ -6,12 +6,12 @@ See https://cocodataset.org/#format-data.
 import copy
 import hashlib
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,15 +19,18 @@ from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
-from trainer.data.formats.files import IMAGES, Files, Listed, beside
+from trainer.data.formats.files import IMAGES, Files, ListFile, unlisted
+from trainer.data.formats.index import Index, index_of, kept
 from trainer.data.formats.labels import folded, quoted
 from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, one, tally
+from trainer.data.shared import name_columns, names_in
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
+from trainer.host.files import hash_of_rest
 from trainer.rng import Ints
 
 _YEARS = ("", "2017", "2014")
@@ -36,6 +39,7 @@ _HEAD = 4096
 _LOOKED_AT, _THREADS = 1000, 16
 _LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
 _LARGEST_NUMBER = 1 << 62
+_LARGE = 10_000  # images of a list that is kept
 _EDGE = 1.0  # pixels that a box may extend beyond its image: COCO's are rounded
 _FRACTION = 1.001  # width and height of the largest box if all are fractions of the image, with rounding
 _IGNORED = "box{es} with ignore=1"
@@ -72,6 +76,7 @@ class CocoPictures:
         training: True to train on it: images without boxes are left out, and boxes with `ignore: 1` are
             flagged as crowds, which training leaves out. For evaluation they are objects, as `ignore` has no
             effect in pycocotools. None: if `part` is "train".
+        indexes: Folder in which the list of many images is kept; None: it isn't.
 
     Raises:
         BadInputError: If a file is missing or invalid, with the id of the image.
@@ -87,6 +92,7 @@ class CocoPictures:
         on_corrupt: OnCorrupt,
         reading: Reading = Reading(),  # noqa: B008  (a tuple)
         training: bool | None = None,
+        indexes: Path | None = None,
     ) -> None:
         """Reads the file of instances; `check.check_data` checks that all images exist."""
         from trainer.data.formats import decode
@@ -94,58 +100,21 @@ class CocoPictures:
         self._decode = decode.decode_whole
         self._orientation = partial(orientation, formats=decode.formats())
         file, folder = _places(root, part)
-        instances = _load(file)
-        left_out = list[LeftOut]()
-        self.categories = _categories(file, instances, left_out)
+        how = (on_corrupt == "fail", part == "train" if training is None else training)
+        index = kept(
+            indexes, ["coco", file.name, _sha256(file), *how], lambda: _listed(file, folder, *how), _LARGE
+        )
+        self.categories = {int(number): str(name) for number, name in index.facts["categories"]}
         self.classes: Sequence[str] = tuple(self.categories.values())
-        images = _images(file, folder, instances)
-        _no_fractions(file, instances["annotations"])
-        boxes = _boxes(file, instances, images, self.categories, on_corrupt == "fail", left_out)
-        self.boxes = len(instances["annotations"])
-        ignored = Counter(name for n, (name, *_) in images.items() for box in boxes[n] if box[5] == _IGNORE)
-        self._ignored = ""
-        named = [name for name, *_ in images.values()]
-        if training is None:
-            training = part == "train"
-        if training:
-            # As in torchvision's reference, images without boxes aren't trained on.
-            bare = {number for number in images if all(box[5] for box in boxes[number])}
-            left_out += [
-                one("image{s} without a box", f"{file.name}: {images[number][0]}") for number in sorted(bare)
-            ]
-            crowds = [file_of[0] for n, file_of in images.items() for box in boxes[n] if box[5] == _CROWD]
-            left_out += [one("box{es} around a crowd", f"{file.name}: {name}") for name in crowds]
-            left_out += [one(_IGNORED, f"{file.name}: {name}") for name in ignored.elements()]
-            images = {number: image for number, image in images.items() if number not in bare}
-            _no_empty_class(file, self.categories, [row for each in boxes.values() for row in each])
-        elif ignored:
-            self._ignored = (
-                f"{ignored.total():,} boxes of {file.name} have ignore=1, the first in {min(ignored)}; "
-                "evaluation takes them for objects, as pycocotools does, and training leaves such boxes out"
-            )
-            boxes = {
-                n: [(*box[:5], int(box[5] == _CROWD), box[6]) for box in each] for n, each in boxes.items()
-            }
-        left_out += _unread_keys(file, instances)
-        left_out += beside(f"image{{s}} that {file.name} doesn't name", folder, named, IMAGES, deep=True)
-        self.left_out = tally(left_out)
-        if not images:
-            raise BadInputError(f"{file}: holds no images{' with boxes' if training else ''}")
-        rows = [boxes[number] for number in images]
-        again = [len(each) - len({box[:6] for box in each}) for each in rows]
-        first = next((name for (name, *_), more in zip(images.values(), again, strict=True) if more), "")
-        self._twice = f"{sum(again):,} boxes of {file.name} are there twice, the first in {first}" * bool(
-            first
+        self.boxes: int = index.facts["annotations"]
+        self._remarks: str = index.facts["remarks"]
+        self.sizes, self._ends, self._rows, self._areas = (
+            index.more[name] for name in ("sizes", "ends", "rows", "areas")
         )
-        self.sizes = np.array([image[1:] for image in images.values()], np.int64)
-        self._ends = np.cumsum([len(each) for each in rows])
-        numbers = np.array([row for each in rows for row in each], np.float64).reshape(-1, 7)
-        self._rows, self._areas = np.ascontiguousarray(numbers[:, :6]), numbers[:, 6].astype(np.float32)
-        self.most = max(len(each) for each in rows)
-        names = [os.fsencode(image[0]) for image in images.values()]
-        self.records = Files(
-            folder, names, [0] * len(images), self.classes, Listed(file, "image", list(images))
-        )
+        self.most = int(np.diff(self._ends, prepend=0).max())
+        reason = f"image{{s}} that {file.name} doesn't name"
+        self.left_out = tally((*index.left_out, *unlisted(reason, folder, IMAGES, names_in(index.more))))
+        self.records = Files(folder, index._replace(left_out=(), more={}), ListFile(file, "image"))
         self.records.reading = reading
 
     def __len__(self) -> int:
@@ -232,7 +201,7 @@ class CocoPictures:
         Args:
             everything: True to read every image, not 1000 of them.
         """
-        of_boxes = "; ".join(filter(None, (self._twice, self._ignored)))
+        of_boxes = self._remarks
         if self.records.reading.upright:
             return of_boxes
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
@@ -275,6 +244,71 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
     )
 
 
+def _sha256(file: Path) -> str:
+    with reading(file), file.open("rb") as opened:
+        return hash_of_rest(opened)
+
+
+def _listed(file: Path, folder: Path, strict: bool, training: bool) -> Index:
+    """Lists the images of a file of instances, and their boxes."""
+    instances = _load(file)
+    left_out, remarks = list[LeftOut](), list[str]()
+    categories = _categories(file, instances, left_out)
+    images = _images(file, folder, instances)
+    _no_fractions(file, instances["annotations"])
+    boxes = _boxes(file, instances, images, categories, strict, left_out)
+    named = [entry["file_name"] for entry in images.values()]
+    ignored = Counter(images[n]["file_name"] for n in images for box in boxes[n] if box[5] == _IGNORE)
+    if training:
+        # As in torchvision's reference, images without boxes aren't trained on.
+        bare = {number for number in images if all(box[5] for box in boxes[number])}
+        crowds = [images[n]["file_name"] for n in images for box in boxes[n] if box[5] == _CROWD]
+        for reason, names in (
+            ("image{s} without a box", [images[number]["file_name"] for number in sorted(bare)]),
+            ("box{es} around a crowd", crowds),
+            (_IGNORED, ignored.elements()),
+        ):
+            left_out += [one(reason, f"{file.name}: {name}") for name in names]
+        images = {number: image for number, image in images.items() if number not in bare}
+        _no_empty_class(file, categories, [row for each in boxes.values() for row in each])
+    elif ignored:
+        remarks.append(
+            f"{ignored.total():,} boxes of {file.name} have ignore=1, the first in {min(ignored)}; "
+            "evaluation takes them for objects, as pycocotools does, and training leaves such boxes out"
+        )
+        boxes = {n: [(*box[:5], int(box[5] == _CROWD), box[6]) for box in each] for n, each in boxes.items()}
+    left_out += _unread_keys(file, instances)
+    if not images:
+        raise BadInputError(f"{file}: holds no images{' with boxes' if training else ''}")
+    rows = [boxes[number] for number in images]
+    again = [len(each) - len({box[:6] for box in each}) for each in rows]
+    if any(again):
+        first = next(image["file_name"] for image, more in zip(images.values(), again, strict=True) if more)
+        remarks.insert(0, f"{sum(again):,} boxes of {file.name} are there twice, the first in {first}")
+    numbers = np.array([row for each in rows for row in each], np.float64).reshape(-1, 7)
+    index = index_of(
+        [os.fsencode(image["file_name"]) for image in images.values()],
+        [0] * len(images),
+        tuple(categories.values()),
+        tally(left_out),
+        number=np.array(list(images), np.int64),
+    )
+    return index._replace(
+        facts={
+            "categories": list(categories.items()),
+            "annotations": len(instances["annotations"]),
+            "remarks": "; ".join(remarks),
+        },
+        more={
+            **name_columns([os.fsencode(name) for name in named]),
+            "sizes": np.array([(image["height"], image["width"]) for image in images.values()], np.int64),
+            "ends": np.cumsum([len(each) for each in rows]),
+            "rows": np.ascontiguousarray(numbers[:, :6]),
+            "areas": numbers[:, 6].astype(np.float32),
+        },
+    )
+
+
 def _load(file: Path) -> Mapping[str, Any]:
     with reading(file):
         data = file.read_bytes()
@@ -285,20 +319,29 @@ def _load(file: Path) -> Mapping[str, Any]:
         what = what_it_is(data[:_HEAD]) or ("text in UTF-16 or UTF-32" if b"\0" in data[:_HEAD] else "")
         reason = first_line(error) if not what or what.startswith("text that begins") else what
         raise BadInputError(f"{file}: not readable JSON ({reason})") from error
-    for name in ("images", "annotations", "categories"):
+    for name in _RULES:
         if not isinstance(instances, dict) or not isinstance(instances.get(name), list):
             raise BadInputError(f"{file}: no list '{name}': not COCO's format of instances")
         for index, entry in enumerate(instances[name]):
-            if not isinstance(entry, dict) or (number := _as_id(entry.get("id"))) is None:
+            if not isinstance(entry, dict) or _as_id(entry.get("id")) is None:
                 value = f" ({quoted(entry['id'])})" if isinstance(entry, dict) and "id" in entry else ""
                 raise BadInputError(
                     f"{file}: entry {index} of '{name}' has no id that is a whole number{value}"
                 )
-            entry["id"] = number
-        [(most, times)] = Counter(entry["id"] for entry in instances[name]).most_common(1) or [(0, 0)]
-        if times > 1:
-            raise BadInputError(f"{file}: id {most} is there twice in '{name}'")
+            entry.update({key: whole for key in _WHOLE if (whole := _as_id(entry.get(key))) is not None})
+        if twice := _twice((entry["id"], None) for entry in instances[name]):
+            raise BadInputError(f"{file}: id {twice[0]} is there twice in '{name}'")
     return instances  # type: ignore[no-any-return]
+
+
+def _twice(keys: Iterable[tuple[Any, Any]]) -> tuple[Any, Any, Any] | None:
+    """Returns the first key that occurs again, with both values; None if none does."""
+    seen = dict[Any, Any]()
+    for key, value in keys:
+        if key in seen:
+            return key, seen[key], value
+        seen[key] = value
+    return None
 
 
 def _without_outlines(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -326,11 +369,74 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.encode(errors="ignore").decode() == value
 
 
+class _Known(NamedTuple):
+    """What rules refer to: folder of the images, and what may be named by its id."""
+
+    folder: Path = Path()
+    images: Collection[int] = ()
+    categories: Collection[int] = ()
+
+
+def _is_inside(entry: Mapping[str, Any], known: _Known) -> bool:  # noqa: ARG001
+    path = Path(entry["file_name"])
+    return not path.is_absolute() and ".." not in path.parts
+
+
+_Rule = tuple[Callable[[Mapping[str, Any], _Known], bool], str]
+_WHOLE = ("id", "image_id", "category_id", "height", "width")  # may be written as floats
+_NOUNS = {"images": "image", "annotations": "annotation", "categories": "category"}
+# What must hold for each entry of a list, in this order, and what is said of the first for which it doesn't.
+_RULES: Mapping[str, tuple[_Rule, ...]] = {
+    "images": (
+        (
+            lambda image, _: _is_name(image.get("file_name")) and "\0" not in image["file_name"],
+            "has no file_name",
+        ),
+        (_is_inside, "file_name {file_name} leads out of the folder of the images"),
+        (
+            lambda image, _: min(_as_id(image.get("height")) or 0, _as_id(image.get("width")) or 0) > 0,
+            "({file_name}) has no height and width",
+        ),
+    ),
+    "annotations": (
+        (lambda box, known: _as_id(box.get("image_id")) in known.images, "there is no image {image_id}"),
+        (
+            lambda box, known: _as_id(box.get("category_id")) in known.categories,
+            "of image {image_id}: there is no category {category_id}",
+        ),
+        # pycocotools can't read an `iscrowd` without a value; `ignore` says nothing then.
+        (
+            lambda box, _: box.get("iscrowd", 0) in (0, 1),
+            "of image {image_id}: iscrowd is {iscrowd}, neither 0 nor 1",
+        ),
+        (
+            lambda box, _: (box.get("ignore") or 0) in (0, 1),
+            "of image {image_id}: ignore is {ignore}, neither 0 nor 1",
+        ),
+    ),
+    "categories": ((lambda category, _: _is_name(category.get("name")), "has no name"),),
+}
+
+
+def _check(file: Path, table: str, instances: Mapping[str, Any], known: _Known) -> None:
+    """Checks the entries of a list by its rules.
+
+    Raises:
+        BadInputError: At the first entry that breaks one.
+    """
+    for entry in instances[table]:
+        for holds, says in _RULES[table]:
+            if not holds(entry, known):
+                values = {key: quoted(value) for key, value in entry.items()}
+                said = says.format_map(defaultdict(lambda: "None", values))
+                name = entry.get("file_name")
+                more = hint(os.fsencode(known.folder), os.fsencode(name)) if "leads out" in says else ""
+                raise BadInputError(f"{file}: {_NOUNS[table]} {entry['id']} {said}{more}")
+
+
 def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut]) -> dict[int, str]:
     """Returns category names by id, sorted by id."""
-    for entry in instances["categories"]:
-        if not _is_name(entry.get("name")):
-            raise BadInputError(f"{file}: category {entry['id']} has no name")
+    _check(file, "categories", instances, _Known())
     if not instances["categories"]:
         raise BadInputError(f"{file}: has no categories")
     used = {_as_id(entry.get("category_id")) for entry in instances["annotations"]}
@@ -350,42 +456,31 @@ def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut
         raise BadInputError(
             f"{file}: category {first} ('{names[first]}') has an id below 0, as if there were none"
         )
-    by_sight = dict[str, int]()
-    for number, name in names.items():
-        if (other := by_sight.setdefault(folded(name), number)) != number:
-            raise BadInputError(
-                f"{file}: category {number} ({quoted(name)}) can hardly be told from category {other} "
-                f"({quoted(names[other])}); make them one, or rename one"
-            )
+    if twice := _twice((folded(name), number) for number, name in names.items()):
+        _, other, number = twice
+        raise BadInputError(
+            f"{file}: category {number} ({quoted(names[number])}) can hardly be told from category {other} "
+            f"({quoted(names[other])}); make them one, or rename one"
+        )
     return names
 
 
-def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int, tuple[str, int, int]]:
-    """Returns file name, height and width by image id."""
-    images, by_name = {}, dict[str, int]()
-    for entry in instances["images"]:
-        number, name = entry["id"], entry.get("file_name")
-        height, width = (_as_id(entry.get(side)) for side in ("height", "width"))
-        if not _is_name(name) or "\0" in name:
-            raise BadInputError(f"{file}: image {number} has no file_name")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            more = hint(os.fsencode(folder), os.fsencode(name))
-            raise BadInputError(f"{file}: image {number}: file_name {name!r} leads out of {folder}{more}")
-        if not height or not width or height < 0 or width < 0:
-            raise BadInputError(f"{file}: image {number} ({name!r}) has no height and width")
-        if (other := by_name.setdefault(os.path.normpath(name), number)) != number:
-            raise BadInputError(
-                f"{file}: images {other} and {number} are both {name!r}, so each lacks the other's boxes; "
-                "make them one"
-            )
-        images[number] = (name, height, width)
-    return images
+def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Returns the entries of images by id."""
+    _check(file, "images", instances, _Known(folder))
+    if twice := _twice((os.path.normpath(entry["file_name"]), entry) for entry in instances["images"]):
+        _, other, image = twice
+        raise BadInputError(
+            f"{file}: images {other['id']} and {image['id']} are both {image['file_name']!r}, so each lacks "
+            "the other's boxes; make them one"
+        )
+    return {entry["id"]: entry for entry in instances["images"]}
 
 
 def _boxes(
     file: Path,
     instances: Mapping[str, Any],
-    images: Mapping[int, tuple[str, int, int]],
+    images: Mapping[int, Mapping[str, Any]],
     categories: Mapping[int, str],
     strict: bool,
     left_out: list[LeftOut],
@@ -393,26 +488,15 @@ def _boxes(
     """Returns left, top, right, bottom, class, _CROWD, _IGNORE or 0, and area of each box, by image id."""
     class_of = {number: index for index, number in enumerate(categories)}
     boxes: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
+    _check(file, "annotations", instances, _Known(images=images, categories=class_of))
     for entry in instances["annotations"]:
-        number, where = _as_id(entry.get("image_id")), f"{file}: annotation {entry['id']}"
-        if number is None or number not in images:
-            raise BadInputError(f"{where}: there is no image {quoted(entry.get('image_id'))}")
-        category = _as_id(entry.get("category_id"))
-        if category is None or category not in class_of:
-            raise BadInputError(
-                f"{where} of image {number}: there is no category {quoted(entry.get('category_id'))}"
-            )
-        # Without a value `ignore` says nothing; pycocotools can't read an `iscrowd` without one.
-        crowd, ignore = entry.get("iscrowd", 0), entry.get("ignore") or 0
-        for key, flag in (("iscrowd", crowd), ("ignore", ignore)):
-            if flag not in (0, 1):
-                raise BadInputError(f"{where} of image {number}: {key} is {quoted(flag)}, neither 0 nor 1")
-        name, height, width = images[number]
+        number, image = entry["image_id"], images[entry["image_id"]]
+        height, width = image["height"], image["width"]
         wrong = _wrong(entry.get("bbox"), height, width)
         if wrong and strict:
             raise BadInputError(
-                f"{where} of image {number} ({name}): its box {wrong}; mend it, or leave such boxes out with "
-                "data.on_corrupt=skip"
+                f"{file}: annotation {entry['id']} of image {number} ({image['file_name']}): its box "
+                f"{wrong}; mend it, or leave such boxes out with data.on_corrupt=skip"
             )
         if wrong:
             left_out.append(
@@ -425,8 +509,8 @@ def _boxes(
             # The annotated area is of the outline.
             area = entry.get("area")
             area = area if _is_number(area) and area >= 0 else wide * high
-            flag = _CROWD if crowd else _IGNORE if ignore else 0
-            boxes[number].append((*box, class_of[category], flag, area))
+            flag = _CROWD if entry.get("iscrowd", 0) else _IGNORE if entry.get("ignore") else 0
+            boxes[number].append((*box, class_of[entry["category_id"]], flag, area))
     return boxes
 
 

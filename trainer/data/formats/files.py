@@ -15,11 +15,12 @@ import numpy.typing as npt
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, unreadable, unreadable_line
 from trainer.data.dataset import spread
+from trainer.data.formats.index import Index, index_of
 from trainer.data.formats.labels import in_order
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Records
 from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
-from trainer.data.shared import Columns, name_columns
+from trainer.data.shared import names_in
 from trainer.errors import BadInputError
 
 _JPEG = (".jpg", ".jpeg", ".jfif", ".jpe")
@@ -27,22 +28,20 @@ _JPEG2000 = (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx")
 IMAGES = (*_JPEG, ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".avif", *_JPEG2000)
 
 # Numbers of files whose size, and whose content, are in the fingerprint.
-_SIZES, _CONTENTS = 10_000, 32
+_SIZES, CONTENTS = 10_000, 32
 LARGEST_FILE = 2 << 30  # bytes, above the size of the largest image that is decoded, in any format
 
 
-class Listed(NamedTuple):
+class ListFile(NamedTuple):
     """File that lists the paths of samples.
 
     Attributes:
         file: Path of the table or the annotations.
         unit: What stands for a sample in it: "line", "row" or "image".
-        numbers: Number of each sample's line or row, or id of its image.
     """
 
     file: Path
     unit: str
-    numbers: Sequence[int]
 
 
 class Files(Records):
@@ -50,30 +49,14 @@ class Files(Records):
 
     Args:
         root: The folder.
-        names: Paths relative to it, in the order of the samples.
-        labels: Class of each file, an index into `classes`.
-        classes: Class names.
+        index: The files: `name` is a path relative to the folder, and where a file lists them `number` that
+            of a line or row, or the id of an image.
         listed: File that lists the paths; None if the folder was searched for them.
-        left_out: Files that aren't read.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        names: list[bytes],
-        labels: Sequence[int],
-        classes: Sequence[str],
-        listed: Listed | None = None,
-        left_out: Iterable[LeftOut] = (),
-    ) -> None:
-        self._root = os.fsencode(root)
-        self.left_out = tally(left_out)
-        self.classes: Sequence[str] = tuple(classes)
-        columns = {**name_columns(names), "label": np.asarray(labels, dtype=np.int64)}
-        self._listed = None if listed is None else listed[:2]
-        if listed is not None:
-            columns["number"] = np.asarray(listed.numbers, dtype=np.int64)
-        self._columns = Columns.hold(columns)
+    def __init__(self, root: Path, index: Index, listed: ListFile | None = None) -> None:
+        super().__init__(index)
+        self._root, self._listed = os.fsencode(root), listed
 
     def fingerprint(self) -> str:
         """Returns the sample count and a hash of classes, all paths and labels, 10,000 sizes and 32 contents.
@@ -87,7 +70,7 @@ class Files(Records):
             digest.update(self.sets.tobytes())
         for sample in spread(len(self), _SIZES).tolist():
             digest.update(f"{size_of(self.path(sample))} ".encode())
-        for sample in spread(len(self), _CONTENTS).tolist():
+        for sample in spread(len(self), CONTENTS).tolist():
             with contextlib.suppress(OSError):  # training on it raises the error
                 digest.update(_content(self.path(sample)))
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
@@ -97,16 +80,12 @@ class Files(Records):
         if self._listed is None:
             return None
         root = os.path.realpath(self._root)
-        paths = (os.path.join(root, name) for name in plain_names(self._root, self._names()))  # noqa: PTH118
+        paths = (os.path.join(root, name) for name in plain_names(self._root, names_in(self._columns)))  # noqa: PTH118
         return np.fromiter(map(hash, paths), np.int64, len(self))
-
-    def _names(self) -> list[bytes]:
-        text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
-        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def absent(self) -> str:
         """See `Records.absent`."""
-        names = self._names()
+        names = names_in(self._columns)
         wrong = unreadable(self._root, names)
         if wrong:
             number, reason = wrong[0]
@@ -135,7 +114,7 @@ class Files(Records):
     def read(self, sample: int) -> bytearray:
         """See `Records.read`."""
         try:
-            return _content(self.path(sample))
+            return self._as_before(sample, _content(self.path(sample)))
         except OSError as error:
             raise BadInputError(
                 f"{self.name(sample)}: can't be read ({error.strerror or error}); was it moved meanwhile?"
@@ -231,7 +210,7 @@ def in_folder(
         more = f"; {left_out_line(tally(left_out))}" if left_out else ""
         raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders{more}")
     names = [readable(os.fsencode(name)) for name in folders]
-    return kind(root, [path for _, path in files], [number for number, _ in files], names, left_out=left_out)
+    return kind(root, index_of([path for _, path in files], [number for number, _ in files], names, left_out))
 
 
 def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> list[str]:
@@ -300,23 +279,29 @@ def _below(
 
 
 def unlisted(
-    root: Path, names: Iterable[bytes], suffixes: Sequence[str], below: bytes = b"", deep: bool = True
-) -> list[bytes]:
-    """Returns the files that lie in a folder and that a list doesn't name: paths relative to `root`, sorted.
+    reason: str,
+    root: Path,
+    suffixes: Sequence[str],
+    *lists: Iterable[str | bytes],
+    below: Sequence[bytes] = (b"",),
+    deep: bool = True,
+) -> list[LeftOut]:
+    """Counts the files that lie in a folder and that no list names; returns [] if there are none.
 
     Each folder is listed once; no file is looked up. A folder that can't be listed counts as empty.
 
     Args:
+        reason: Reason, as of `LeftOut`.
         root: Folder that the names are relative to.
-        names: Paths of the list, relative or absolute.
         suffixes: Suffixes of the files that count, in lower case. Hidden files and folders don't.
-        below: Path of the folder that is searched, relative to `root`; empty: `root` itself.
+        lists: Paths, relative or absolute. A list is read only if the ones before don't name all files.
+        below: Paths of the folders that are searched, relative to `root`; empty: `root` itself.
         deep: True to search the folders below, too.
     """
     start, ends = os.fsencode(root), tuple(map(os.fsencode, suffixes))
     found, seen = set[bytes](), set[tuple[int, int]]()
     # Links last, so that a folder inside that is linked, too, is looked at by its own path.
-    folders, links = [below + b"/" if below else b""], list[bytes]()
+    folders, links = [each + b"/" if each else b"" for each in below], list[bytes]()
     while folders or links:
         place = folders.pop() if folders else links.pop()
         with contextlib.suppress(OSError):
@@ -329,12 +314,14 @@ def unlisted(
                     if entry.name.startswith(b"."):
                         continue
                     if _is_folder(entry):
-                        (links if entry.is_symlink() else folders).append(place + entry.name + b"/")
+                        if deep:
+                            (links if entry.is_symlink() else folders).append(place + entry.name + b"/")
                     elif entry.name.lower().endswith(ends):
                         found.add(place + entry.name)
-        if not deep:
-            break
-    return sorted(found.difference(plain_names(root, names)))
+    for names in lists:
+        if found:
+            found.difference_update(plain_names(root, map(os.fsencode, names)))
+    return [one(reason, min(found)).model_copy(update={"count": len(found)})] if found else []
 
 
 def plain_names(root: bytes | Path, names: Iterable[bytes]) -> Iterator[bytes]:
@@ -343,18 +330,6 @@ def plain_names(root: bytes | Path, names: Iterable[bytes]) -> Iterator[bytes]:
     for name in names:
         odd = name.startswith(b"/") or b"./" in name or b"//" in name
         yield os.path.relpath(os.path.join(start, name), start) if odd else name  # noqa: PTH118  (bytes)
-
-
-def not_listed(reason: str, places: Sequence[str | bytes]) -> list[LeftOut]:
-    """Returns one entry for all places, [] if there are none."""
-    return [one(reason, places[0]).model_copy(update={"count": len(places)})] if places else []
-
-
-def beside(
-    reason: str, root: Path, names: Iterable[str], suffixes: Sequence[str], deep: bool = False
-) -> list[LeftOut]:
-    """Counts the files of a folder that a list doesn't name; see `unlisted`."""
-    return not_listed(reason, unlisted(root, map(os.fsencode, names), suffixes, deep=deep))
 
 
 def _inode(facts: os.stat_result) -> tuple[int, int]:

@@ -97,7 +97,7 @@ def labels_in(column: Any) -> list[Any]:
         encoded = column.dictionary_encode()
         chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
         return [value for chunk in chunks for value in _values(chunk)]
-    kind = str(column.type).partition("<")[0]
+    kind = str(kind).partition("<")[0]
     first = f" {quoted(column[0].as_py())}" if len(column) and not types.is_temporal(column.type) else ""
     raise LabelError(f"label{first} is of type {kind}, neither a name nor a number")
 

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,9 @@ import torch
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.files import size_of
+from trainer.data.formats.index import Index, content_hash
 from trainer.data.formats.records import Reading, Records
-from trainer.data.formats.sharded import INDEX, About, Shard, content_hash, write_index
+from trainer.data.formats.sharded import INDEX, About, Shard, about_of, write_index
 from trainer.data.shared import Columns, name_columns
 from trainer.errors import BadInputError
 from trainer.host import files as disk
@@ -126,17 +127,10 @@ def _packed(
     merged = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
     unreadable = np.flatnonzero(merged.pop("unreadable"))
     merged |= name_columns([records.file_name(sample) for sample in range(len(records))])
-    about = write_index(
-        target,
-        shards,
-        merged,
-        records.classes,
-        "pixels" if settings.raw else "files",
-        records.fingerprint(),
-        _settings(records, settings),
-        records.left_out,
-    )
-    return Packed(about, unreadable)
+    index = Index(merged, records.classes, records.left_out, {"shards": shards})
+    stored: Literal["files", "pixels"] = "pixels" if settings.raw else "files"
+    about = about_of(index, stored, records.fingerprint(), **_settings(records, settings))
+    return Packed(write_index(target, index, about), unreadable)
 
 
 def samples_per_shard(samples: int) -> int:

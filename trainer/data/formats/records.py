@@ -3,6 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +13,13 @@ from typing_extensions import Self
 from trainer.config.data import DataConfig, OnCorrupt
 from trainer.data.corrupt import Bad, fill_rows
 from trainer.data.dataset import Arrays, Field
-from trainer.data.left_out import LeftOut
+from trainer.data.formats.index import Index, hashes_of, index_folder, is_as_before
+from trainer.data.left_out import LeftOut, tally
 from trainer.data.shared import Columns, name_at
+from trainer.errors import BadInputError
 from trainer.rng import Ints
 
-LABEL = "label"
+LABEL, ROW = "label", "row"
 
 
 class Reading(NamedTuple):
@@ -60,6 +63,12 @@ class Records(ABC):
     reading = Reading()
     classes: Sequence[str]
     _columns: Columns
+    _hashes: Path | None = None
+
+    def __init__(self, index: Index) -> None:
+        """Takes the list of the samples."""
+        self.classes, self.left_out = tuple(index.classes), tally(index.left_out)
+        self._columns, self.sets = Columns.hold(index.columns), index.more.get("sets")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -94,6 +103,40 @@ class Records(ABC):
         of_labels = np.bincount(self.labels, minlength=len(self.classes if self.sets is None else self.sets))
         counts: Ints = of_labels if self.sets is None else of_labels @ self.sets.astype(np.int64)
         return counts
+
+    def keep_hashes(self, index: Path | None, make: bool = False) -> Path | None:
+        """Compares the content of samples, as they are read, with hashes in a file, and adds unknown ones.
+
+        Args:
+            index: data.index; None: the folder in the user's cache.
+            make: True to make the file; else it is used if it is there, or if `index` is given.
+
+        Returns:
+            The file, or None.
+        """
+        folder, make = index_folder(index), make or index is not None
+        if make or any(folder.glob(f"{len(self)}-*.hashes")):
+            self._hashes = hashes_of(folder, self.fingerprint(), len(self), make)
+        if self._hashes is not None and ROW not in self._columns:
+            self._columns = self._columns.replaced(ROW, np.arange(len(self)))
+        return self._hashes
+
+    def _as_before(self, sample: int, data: bytearray) -> bytearray:
+        """Returns the content of a sample.
+
+        Raises:
+            BadInputError: If it isn't what it was when its hash was kept.
+        """
+        if self._hashes is not None and not is_as_before(self._hashes, self._row(sample), data):
+            raise BadInputError(
+                f"{self.name(sample)}: has changed since it was first read; bring it back, or remove "
+                f"{self._hashes} if that is meant"
+            )
+        return data
+
+    def _row(self, sample: int) -> int:
+        """Returns the number of a sample in the whole set."""
+        return int(self._columns[ROW][sample])
 
     def contents(self) -> npt.NDArray[Any] | None:
         """Returns a number for each sample, (n,), equal for the same file or content; None if unknown."""

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,7 +24,8 @@ from trainer.config.data import DataConfig
 from trainer.config.section import first_problem
 from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import LARGEST_FILE, beside, fill_exactly, open_sample_file, readable
+from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_sample_file, readable, unlisted
+from trainer.data.formats.index import Index, content_hash
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
@@ -176,6 +177,14 @@ class ShardedRecords(Records):
             raise Corrupt("has changed since it was indexed: bring it back, or make the index or pack again")
         return data
 
+    def is_whole(self, sample: int) -> bool:
+        """True if a sample is what it was when it was indexed."""
+        try:
+            self.read(sample)
+        except (BadInputError, Corrupt):
+            return False
+        return True
+
     def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
         """See `Records.rows`."""
         pixels = np.empty((height, int(self._columns["width"][sample]), 3), np.uint8)
@@ -223,11 +232,6 @@ def _reading(settings: Mapping[str, Any]) -> Reading:
             return Reading(upright, bits)
         case _:  # an older index
             return Reading()
-
-
-def content_hash(data: bytes | bytearray) -> int:
-    """Returns the first 64 bits of SHA-256, which detect damage, not forgery."""
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
 def read_index(folder: Path) -> tuple[About, Columns]:
@@ -284,34 +288,33 @@ def _check(folder: Path, about: About, columns: Columns) -> None:
         raise BadInputError(f"{folder / COLUMNS}: points outside the shards or classes; make it again")
 
 
-def write_index(
-    folder: Path,
-    shards: Sequence[Shard],
-    columns: Mapping[str, npt.NDArray[Any]],
-    classes: Sequence[str],
-    stored: Literal["files", "pixels"],
-    source: str,
-    settings: Mapping[str, Any],
-    left_out: Sequence[LeftOut] = (),
-) -> About:
-    """Writes an index; index.json is written last and marks it complete."""
+def about_of(index: Index, stored: Literal["files", "pixels"], source: str, **settings: Any) -> About:
+    """Describes an index of shards, which its facts name."""
+    digest = hashlib.sha256()
+    for part in _bytes_of(index):
+        digest.update(part)
+    return About(
+        stored=stored,
+        classes=list(index.classes),
+        samples=len(index.columns["label"]),
+        shards=[Shard.model_validate(shard) for shard in index.facts["shards"]],
+        columns_sha256=digest.hexdigest(),
+        source=source,
+        settings=settings,
+        left_out=list(index.left_out),
+    )
+
+
+def _bytes_of(index: Index) -> Iterator[bytes | memoryview]:
+    return safetensors_bytes({name: torch.from_numpy(array) for name, array in index.columns.items()})
+
+
+def write_index(folder: Path, index: Index, about: About) -> About:
+    """Writes an index of shards; index.json is written last and marks it complete."""
     for name in (INDEX, COLUMNS):
         disk.remove(folder / f".{name}")
     disk.remove(folder / INDEX)
-    digest = disk.write_file(
-        folder / f".{COLUMNS}",
-        safetensors_bytes({name: torch.from_numpy(array) for name, array in columns.items()}),
-    )
-    about = About(
-        stored=stored,
-        classes=list(classes),
-        samples=len(columns["label"]),
-        shards=list(shards),
-        columns_sha256=digest,
-        source=source,
-        settings=dict(settings),
-        left_out=list(left_out),
-    )
+    disk.write_file(folder / f".{COLUMNS}", _bytes_of(index))
     disk.write_file(folder / f".{INDEX}", [about.model_dump_json(indent=1).encode()])
     disk.rename(folder / f".{COLUMNS}", folder / COLUMNS)
     disk.rename(folder / f".{INDEX}", folder / INDEX)
@@ -332,21 +335,14 @@ def in_shards(folder: Path) -> ShardedRecords:
     """
     about, columns = read_index(folder)
     records = ShardedRecords(about, columns, ShardFolder(folder))
-    records.left_out = (*_of_today(folder, about), *_added(folder, about))
-    return records
-
-
-def _of_today(folder: Path, about: About) -> list[LeftOut]:
-    """Returns what the index left out; compressed shards are those that lie there now."""
-    if about.source != TAR_SHARDS:
-        return about.left_out
-    packed = beside(PACKED, folder, (), COMPRESSED)
-    now = {each.reason: each for each in about.left_out if each.reason != PACKED or packed}
-    return list((now | {each.reason: each for each in packed}).values())
-
-
-def _added(folder: Path, about: About) -> list[LeftOut]:
-    """Counts shards that came after the index was made."""
     names = [shard.name for shard in about.shards]
     suffixes = {os.path.splitext(name)[1].lower() for name in names} - {""}  # noqa: PTH122
-    return beside(f"shard{{s}} that {INDEX} doesn't name", folder, names, [*suffixes])
+    now = {each.reason: each for each in about.left_out}
+    if about.source == TAR_SHARDS:  # compressed ones are those that lie there now
+        packed = unlisted(PACKED, folder, COMPRESSED, deep=False)
+        now |= {each.reason: each for each in packed}
+        if not packed:
+            now.pop(PACKED, None)
+    added = unlisted(f"shard{{s}} that {INDEX} doesn't name", folder, [*suffixes], names, deep=False)
+    records.left_out = (*now.values(), *added)
+    return records

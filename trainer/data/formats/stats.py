@@ -11,18 +11,17 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.orientation import UPRIGHT, orientation
 from trainer.data.formats.records import Records
-from trainer.data.formats.sharded import ShardedRecords
 from trainer.data.left_out import LeftOut
 from trainer.errors import BadInputError
 
 LOOKED_AT = 1000
 
 
-def damaged(records: ShardedRecords, advance: Callable[[int], object] = lambda _: None) -> Iterator[str]:
+def damaged(records: Records, advance: Callable[[int], object] = lambda _: None) -> Iterator[str]:
     """Reads every sample and compares it with its hash.
 
     Yields:
-        A line for each sample that differs from the index.
+        A line for each sample that differs from its hash, or can't be read.
     """
     for sample in range(len(records)):
         try:

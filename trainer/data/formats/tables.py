@@ -6,6 +6,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,20 +14,22 @@ import numpy as np
 
 from trainer.config.data import DataConfig
 from trainer.data.formats.arrow_stream import import_pyarrow
-from trainer.data.formats.files import IMAGES, Files, Listed, not_listed, plain_names, unlisted
+from trainer.data.formats.files import IMAGES, Files, ListFile, unlisted
+from trainer.data.formats.index import Index, index_folder, index_of, kept
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.signatures import what_it_is
+from trainer.data.left_out import LeftOut
+from trainer.data.shared import names_in
 from trainer.errors import BadInputError, first_line, reading
-from trainer.host.files import read_at
+from trainer.host.files import hash_of_rest, read_at
 
 _LABEL = ("label",)
 _JOINT = "\0"  # between the classes of an image that has several
 _SEPARATORS = ";\t|"
 _NAMED = 20  # columns in a message
-_ROWS, _FEWEST_ROWS = 4096, 16  # rows that are read at once
-_READ_BYTES = 1 << 28  # bytes of the uncompressed pages of these rows
-_LONGEST = 4096  # bytes of a path or label
-_SAME_ROWS, _ROWS_A_BYTE = 1 << 20, 16  # a file with more rows per byte repeats them
+_LARGE = 10_000  # rows of a table whose list is kept
+_ROWS = 4096  # rows that are read at once
+_LONGEST = 4096  # letters of a path or label
 _MAGIC = b"PAR1"  # at the start and end of a Parquet file
 _HEAD = 4096
 
@@ -49,7 +52,7 @@ def table_split(config: DataConfig, path: Path, split: str) -> Files:
         if others:
             raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {quoted(others[0])})")
     several = SeveralClasses(config.label_separator or "", tuple(config.label_columns or ()))
-    return in_table(parquet if parquet.exists() else text, several)
+    return in_table(parquet if parquet.exists() else text, several, index_folder(config.index))
 
 
 class SeveralClasses(NamedTuple):
@@ -87,7 +90,11 @@ def _is_one(where: str, column: str, value: Any) -> bool:
     return text in ("1", "1.0", "true")
 
 
-def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  # noqa: B008  (a tuple)
+def in_table(
+    file: Path,
+    several: SeveralClasses = SeveralClasses(),  # noqa: B008  (a tuple)
+    indexes: Path | None = None,
+) -> Files:
     """Opens a CSV or Parquet file with the columns path and label; paths are relative to its folder.
 
     Labels are class names, or numbers; the classes are then 0 to the largest number.
@@ -95,14 +102,24 @@ def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  
     Args:
         file: The table.
         several: How it names several classes of an image.
+        indexes: Folder in which the list of a large table is kept; None: it isn't.
 
     Raises:
         BadInputError: If the table can't be read, lacks a column, or has an invalid row.
     """
+    unit, rows = ("row", _parquet) if file.suffix == ".parquet" else ("line", _csv)
+    if file.is_dir():
+        raise BadInputError(f"{file}: is a folder, and a table one file; write its parts into one")
+    made_from: list[Any] = ["table", unit, several]
+    with reading(file), file.open("rb") as opened:
+        made_from.append(hash_of_rest(opened))
+    index = kept(indexes, made_from, lambda: _listed(file, several, unit, rows(file, several)), _LARGE)
+    index = index._replace(left_out=_unlisted(file, index, several))
+    return Files(file.parent, index, ListFile(file, unit))
+
+
+def _listed(file: Path, several: SeveralClasses, unit: str, rows: Iterator[_Row]) -> Index:
     lines, paths, labels = array("q"), list[bytes](), list[str]()
-    unit, rows = (
-        ("row", _parquet(file, several)) if file.suffix == ".parquet" else ("line", _csv(file, several))
-    )
     with reading(file):
         for line, path, label in rows:
             lines.append(line)
@@ -120,7 +137,7 @@ def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  
     except LabelError as error:
         at = next(at for at, text in enumerate(labels) if names[error.at] in text.split(_JOINT))
         raise BadInputError(f"{file}: {unit} {lines[at]}: {error}; write both alike") from error
-    sets = None
+    more = dict[str, Any]()
     if together:
         classes = list(several.columns) or classes
         index = (
@@ -129,41 +146,37 @@ def in_table(file: Path, several: SeveralClasses = SeveralClasses()) -> Files:  
             else dict(zip(names, numbers, strict=True))
         )
         distinct = sorted(set(labels))
-        sets = np.zeros((len(distinct), len(classes)), np.uint8)
+        more["sets"] = sets = np.zeros((len(distinct), len(classes)), np.uint8)
         for row, text in enumerate(distinct):
             sets[row, [index[name] for name in text.split(_JOINT) if name]] = 1
         number = {text: row for row, text in enumerate(distinct)}
         numbers = [number[text] for text in labels]
-    left_out = not_listed(f"image{{s}} that {file.name} doesn't name", _unlisted(file, paths, several))
-    files = Files(file.parent, paths, numbers, classes, Listed(file, unit, lines), left_out)
-    files.sets = sets
-    return files
+    return index_of(paths, numbers, classes, number=np.asarray(lines, np.int64))._replace(more=more)
 
 
-def _unlisted(file: Path, paths: Sequence[bytes], several: SeveralClasses) -> list[bytes]:
-    """Returns the images beside those of a table that neither it nor another table of its folder names.
+def _unlisted(file: Path, index: Index, several: SeveralClasses) -> list[LeftOut]:
+    """Counts the images beside those of a table that neither it nor another table of its folder names.
 
     The innermost folder that holds all images of the table is searched. If it isn't below the table's folder,
     only the folders of the images are: it may be the whole disk.
     """
     root = os.path.abspath(os.fsencode(file.parent))  # noqa: PTH100  (bytes)
+    paths = names_in(index.columns)
     folders = {path.rpartition(b"/")[0] for path in paths}
     places = {os.path.normpath(os.path.join(root, folder)) for folder in folders}  # noqa: PTH118
     top = os.path.commonpath(places)
+    count = partial(unlisted, f"image{{s}} that {file.name} doesn't name", file.parent, IMAGES, paths)
+    others = [each for each in file.parent.iterdir() if each.suffix in (".csv", ".parquet") and each != file]
+    named = [_paths(other, several) for other in others]
     if top == root or top.startswith(root + b"/"):
-        found = set(unlisted(file.parent, paths, IMAGES, below=top[len(root) + 1 :]))
-    else:
-        found = {
-            name
-            for place in places
-            for name in unlisted(file.parent, paths, IMAGES, below=os.path.relpath(place, root), deep=False)
-        }
-    others = (each for each in file.parent.iterdir() if each.suffix in (".csv", ".parquet") and each != file)
-    for other in others if found else ():
-        with contextlib.suppress(BadInputError, OSError):  # not a table of images, or another split's fault
-            rows = _parquet(other, several) if other.suffix == ".parquet" else _csv(other, several)
-            found.difference_update(plain_names(file.parent, (path for _, path, _ in rows)))
-    return sorted(found)
+        return count(*named, below=(top[len(root) + 1 :],))
+    return count(*named, below=[os.path.relpath(place, root) for place in places], deep=False)
+
+
+def _paths(file: Path, several: SeveralClasses) -> Iterator[bytes]:
+    with contextlib.suppress(BadInputError, OSError):  # not a table of images, or another split's fault
+        rows = _parquet(file, several) if file.suffix == ".parquet" else _csv(file, several)
+        yield from (path for _, path, _ in rows)
 
 
 def _csv(file: Path, several: SeveralClasses) -> Iterator[_Row]:
@@ -190,108 +203,70 @@ def _csv(file: Path, several: SeveralClasses) -> Iterator[_Row]:
 
 
 def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
-    pyarrow, number = import_pyarrow(file), 0
+    pyarrow, number, wanted = import_pyarrow(file), 0, ["path", *several.wanted]
     try:
-        for batch in _batches(file, pyarrow.parquet, several.wanted):
-            labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
-            for path, values in zip(batch.column("path").to_pylist(), labels, strict=True):
-                number += 1
-                yield number, *_pair(f"{file}: row {number}", path, values, several)
+        facts = pyarrow.parquet.read_metadata(file)
+        chunks = _chunks(facts)
+        # Each text of a dictionary once: a page may stand for gigabytes. pyarrow can't with deltas.
+        deltas = {chunk.path_in_schema for chunk in chunks if "DELTA" in str(chunk.encodings)}
+        flat = {chunk.path_in_schema for chunk in chunks}.intersection(wanted) - deltas
+        with pyarrow.parquet.ParquetFile(file, metadata=facts, read_dictionary=[*flat]) as table:
+            _columns_of(file, table.schema_arrow.names, several.wanted)
+            _check_one(file, sum(chunk.total_compressed_size for chunk in chunks))
+            # Others may be large, or of a type that pyarrow can't read.
+            for batch in table.iter_batches(_ROWS, columns=wanted, use_threads=False):
+                labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
+                for path, values in zip(_texts(file, batch.column("path")), labels, strict=True):
+                    number += 1
+                    yield number, *_pair(f"{file}: row {number}", path, values, several)
+            if number != facts.num_rows:
+                raise BadInputError(
+                    f"{file}: holds {number:,} rows, and says that it has {facts.num_rows:,}; write it again"
+                )
     except LabelError as error:
         raise BadInputError(f"{file}: row {number + 1}: {error}") from error
     except MemoryError as error:
         raise BadInputError(f"{file}: its rows don't fit into the memory; use CSV") from error
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        what = what_it_is(_head(file)) if file.is_file() else ""
+        what = what_it_is(_head(file))
         reason = what if what and what != "Parquet" else first_line(error)
         raise BadInputError(f"{file}: not a readable Parquet file ({reason})") from error
 
 
-def _batches(file: Path, parquet: Any, labels: Sequence[str]) -> Iterator[Any]:
-    """Yields batches of the columns; others may be large, or of a type that pyarrow can't read."""
-    if file.is_dir():
-        raise BadInputError(f"{file}: is a folder, and a table one file; write its parts into one")
-    wanted = ("path", *labels)
-    rows = _rows_at_once(file, parquet, wanted)
-    with parquet.ParquetFile(file) as table:
-        _columns_of(file, table.schema_arrow.names, labels)
-        _check_end(file, table.metadata)
-        done = 0
-        for batch in table.iter_batches(rows, columns=list(wanted), use_threads=False):
-            done += batch.num_rows
-            yield _short(file, batch, wanted)
-        if done != table.metadata.num_rows:
-            raise BadInputError(
-                f"{file}: holds {done:,} rows, and says that it has {table.metadata.num_rows:,}; write "
-                "it again"
-            )
+def _texts(file: Path, column: Any) -> list[Any]:
+    """Returns the values of a column, whose dictionary is looked at before it is expanded."""
+    pyarrow = import_pyarrow(file)
+    if not pyarrow.types.is_dictionary(column.type):
+        return list(column.to_pylist())
+    compute = pyarrow.compute
+    longest = compute.max(compute.binary_length(column.dictionary)).as_py() or 0
+    if longest > _LONGEST:
+        raise BadInputError(f"{file}: column 'path' has a value of {longest:,} bytes, so it holds no paths")
+    return list(column.dictionary_decode().to_pylist())
 
 
-def _rows_at_once(file: Path, parquet: Any, wanted: Sequence[str]) -> int:
-    """Returns the rows that are read at once: fewer if a page, which each row may repeat, is large.
-
-    Raises:
-        BadInputError: If pages of the two columns are larger than paths and labels can be.
-    """
-    facts = parquet.read_metadata(file)
-    if facts.num_rows > max(_SAME_ROWS, _ROWS_A_BYTE * file.stat().st_size):
-        raise BadInputError(
-            f"{file}: says that it has {facts.num_rows:,} rows in {file.stat().st_size:,} bytes, so the same "
-            "again and again; keep one of each, or use CSV"
-        )
-    largest = 0
-    for group in map(facts.row_group, range(facts.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if (name := chunk.path_in_schema.partition(".")[0]) in wanted:  # nested: a.b
-                largest = max(largest, chunk.total_uncompressed_size)
-                most = _FEWEST_ROWS * group.num_rows
-                if largest > _SAME_ROWS + _LONGEST * most or chunk.num_values > most:
-                    raise _too_long(file, name)
-    return max(_FEWEST_ROWS, min(_ROWS, _READ_BYTES // max(1, largest)))
+def _chunks(facts: Any) -> list[Any]:
+    groups = map(facts.row_group, range(facts.num_row_groups))
+    return [group.column(number) for group in groups for number in range(group.num_columns)]
 
 
-def _begin(chunk: Any) -> int:
-    """Returns the offset of a column chunk's first page."""
-    offset: int = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-    return offset
+def _check_one(file: Path, pages: int) -> None:
+    """Checks that a file isn't two that were concatenated, of which pyarrow reads the last footer.
 
-
-def _short(file: Path, batch: Any, wanted: Sequence[str]) -> Any:
-    """Returns the batch after checking that its texts are short enough to be paths and labels."""
-    for name in wanted:
-        if batch.column(name).nbytes > _LONGEST * (_FEWEST_ROWS + batch.num_rows):
-            raise _too_long(file, name)
-    return batch
-
-
-def _too_long(file: Path, column: str) -> BadInputError:
-    return BadInputError(
-        f"{file}: column '{column}' holds more than {_LONGEST:,} bytes a row, so no {column}s"
-    )
-
-
-def _check_end(file: Path, facts: Any) -> None:
-    """Checks that the row groups are the whole file: of two concatenated files, only the last is read.
+    Args:
+        file: The file.
+        pages: Bytes of the pages that the footer knows.
 
     Raises:
-        BadInputError: If the file holds other rows.
+        BadInputError: If it is.
     """
-    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
-    if sum(group.num_rows for group in groups) != facts.num_rows:
-        raise BadInputError(f"{file}: the rows of its groups aren't {facts.num_rows:,}; write it again")
-    if not groups:
-        return
-    size = file.stat().st_size
-    chunks = [groups[-1].column(number) for number in range(facts.num_columns)]
-    end = max(_begin(chunk) + chunk.total_compressed_size for chunk in chunks)
-    # Only page indexes may lie between the pages and the footer.
-    rest = size - len(_MAGIC) - 4 - facts.serialized_size - end
     with file.open("rb") as opened:
-        if rest > 0 and (at := read_at(opened.fileno(), 0, rest + 2 * len(_MAGIC)).find(2 * _MAGIC)) >= 0:
-            raise BadInputError(
-                f"{file}: a second Parquet file begins at byte {at + len(_MAGIC):,}; take them apart, or "
-                "write the rows into one"
-            )
+        rest = read_at(opened.fileno(), len(_MAGIC) + pages, file.stat().st_size)
+    if (at := rest.find(2 * _MAGIC)) >= 0:
+        raise BadInputError(
+            f"{file}: a second Parquet file begins at byte {2 * len(_MAGIC) + pages + at:,}; take them "
+            "apart, or write the rows into one"
+        )
 
 
 def _columns_of(file: Path, columns: Sequence[str], labels: Sequence[str]) -> list[int]:

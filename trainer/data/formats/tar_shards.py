@@ -8,15 +8,17 @@ counted. See https://github.com/webdataset/webdataset.
 import os
 import posixpath
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
-from trainer.data.formats.files import IMAGES, read_exactly, readable
+from trainer.config.data import DataConfig
+from trainer.data.dataset import spread
+from trainer.data.formats.files import CONTENTS, IMAGES, read_exactly, readable
+from trainer.data.formats.index import Index, content_hash, index_folder, index_of, kept
 from trainer.data.formats.labels import LabelError, label_of, numbered
 from trainer.data.formats.sharded import (
     COLUMNS,
@@ -26,15 +28,19 @@ from trainer.data.formats.sharded import (
     TAR_SHARDS,
     About,
     Shard,
-    content_hash,
+    ShardedRecords,
+    ShardFolder,
+    about_of,
+    in_shards,
     write_index,
 )
 from trainer.data.formats.signatures import what_lies_at
 from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
-from trainer.data.shared import name_columns
+from trainer.data.shared import Columns
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import read_hashed
+from trainer.observe.console import say
 
 _BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
 _MEND = "make the shard again"
@@ -156,6 +162,42 @@ class _Sample(NamedTuple):
     digest: int
 
 
+def tars_split(config: DataConfig, path: Path, split: str) -> ShardedRecords:
+    """Opens `path/split`: by the index beside its shards if there is one, else by its own, see `in_tars`."""
+    folder = path / split
+    return in_shards(folder) if (folder / INDEX).exists() else in_tars(folder, index_folder(config.index))
+
+
+def in_tars(folder: Path, indexes: Path) -> ShardedRecords:
+    """Opens tar shards without an index beside them: they are read once, and their index is kept.
+
+    Args:
+        folder: Folder of uncompressed .tar files.
+        indexes: Folder in which the index is kept.
+
+    Raises:
+        BadInputError: If there are no tar files, or one is invalid.
+    """
+    files, beside = tar_files(folder)
+    facts = [file.stat() for file in files]
+    made_from = [[file.name, one.st_size, one.st_mtime_ns] for file, one in zip(files, facts, strict=True)]
+
+    def make() -> Index:
+        size = sum(one.st_size for one in facts) / 1e9
+        say(f"{folder}: {len(files):,} shards of {size:,.3g} GB are read once, for their index")
+        return list_shards(folder, files, beside)
+
+    for anew in (False, True):
+        index = kept(indexes, ["tars", *made_from], make, anew=anew)
+        records = ShardedRecords(
+            about_of(index, "files", TAR_SHARDS), Columns.hold(index.columns), ShardFolder(folder)
+        )
+        records.left_out = tally((*index.left_out, *beside))
+        if all(records.is_whole(sample) for sample in spread(len(records), CONTENTS).tolist()):
+            break
+    return records
+
+
 def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None, image: str = "") -> About:
     """Reads every tar file of a folder and writes an index beside them.
 
@@ -167,12 +209,29 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
     Raises:
         BadInputError: If there are no tar files, or one is invalid.
     """
-    files, left_out = tar_files(folder)
+    files, beside = tar_files(folder)
+    index = list_shards(folder, files, beside, advance, image)
+    index = index._replace(left_out=tally((*beside, *index.left_out)))
+    return write_index(folder, index, about_of(index, "files", TAR_SHARDS))
+
+
+def list_shards(
+    folder: Path,
+    files: Sequence[Path],
+    beside: Sequence[LeftOut],
+    advance: Callable[[int], object] = lambda _: None,
+    image: str = "",
+) -> Index:
+    """Lists the samples of tar files; see `index_shards`."""
+    left_out = list[LeftOut]()
     if not files:
-        compressed = next((folder / one.first for one in left_out if one.reason == PACKED), None)
+        compressed = next((folder / one.first for one in beside if one.reason == PACKED), None)
         if compressed:
             raise BadInputError(f"{compressed}: compressed tar can't be read at random; unpack it to .tar")
-        raise BadInputError(f"{folder}: no .tar files here")
+        raise BadInputError(
+            f"{folder}: no .tar files here; other data of this machine need no index, and none is served by "
+            "https or s3 but packs, which have one"
+        )
     shards, samples, numbers = [], list[_Sample](), list[int]()
     for number, file in enumerate(files):
         try:
@@ -180,7 +239,7 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
             size = file.stat().st_size
             with file.open("rb") as stream:
                 sha256 = read_hashed(stream.fileno(), size, None, advance)
-            shards.append(Shard(name=file.name, bytes=size, sha256=sha256))
+            shards.append(Shard(name=file.name, bytes=size, sha256=sha256).model_dump())
         except ValidationError as error:
             raise BadInputError(
                 f"{readable(os.fsencode(file))}: an index can't hold this name; rename the shard"
@@ -192,7 +251,8 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         left_out = list(tally(left_out))
         numbers += [number] * len(in_file)
     if not samples:
-        more = f"; {left_out_line(left_out)}" if left_out else ""
+        none = tally((*beside, *left_out))
+        more = f"; {left_out_line(none)}" if none else ""
         raise BadInputError(
             f"{folder}: its tar files hold no sample with an image and a label (.cls, .json){more}"
         )
@@ -201,15 +261,16 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
     except LabelError as error:
         where = f"{folder / files[numbers[error.at]].name}: '{readable(samples[error.at].name)}'"
         raise BadInputError(f"{where}: {error}; write both alike") from error
-    columns: dict[str, npt.NDArray[Any]] = {
-        "shard": np.array(numbers, np.int32),
-        "offset": np.array([sample.offset for sample in samples], np.int64),
-        "bytes": np.array([sample.size for sample in samples], np.int64),
-        "label": np.array(labels, np.int64),
-        "hash": np.array([sample.digest for sample in samples], np.uint64),
-        **name_columns([sample.name for sample in samples]),
-    }
-    return write_index(folder, shards, columns, classes, "files", TAR_SHARDS, {}, left_out)
+    return index_of(
+        [sample.name for sample in samples],
+        labels,
+        classes,
+        left_out,
+        shard=np.array(numbers, np.int32),
+        offset=np.array([sample.offset for sample in samples], np.int64),
+        bytes=np.array([sample.size for sample in samples], np.int64),
+        hash=np.array([sample.digest for sample in samples], np.uint64),
+    )._replace(facts={"shards": shards})
 
 
 def tar_files(folder: Path) -> tuple[list[Path], list[LeftOut]]:

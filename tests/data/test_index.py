@@ -1,0 +1,365 @@
+"""Promise: an index gives what listing the set gives; it may lie anywhere, be shared, or be missing."""
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.image_folders import as_shards
+from tests.helpers.privileges import permissions_count
+from tests.helpers.refusals import named, refused
+from trainer import cli
+from trainer.config.data import DataConfig
+from trainer.data.dataset import spread
+from trainer.data.formats import index, tables, tar_shards
+from trainer.data.formats.coco import CocoPictures
+from trainer.data.formats.files import in_folder
+from trainer.data.formats.index import Index, index_of, kept
+from trainer.data.formats.records import Records
+from trainer.data.formats.sharded import COLUMNS, INDEX
+from trainer.data.formats.tables import SeveralClasses, in_table
+from trainer.data.formats.tar_shards import in_tars, index_shards
+from trainer.data.sources import open_records
+from trainer.errors import BadInputError
+
+
+@pytest.fixture(autouse=True)
+def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of indexes in the cache of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return index.index_folder(None)
+
+
+def facts(records: Records) -> Any:
+    names = [records.file_name(sample) for sample in range(len(records))]
+    sets = None if records.sets is None else records.sets.tolist()
+    return names, records.labels.tolist(), [*records.classes], records.left_out, records.fingerprint(), sets
+
+
+def large_table(root: Path, label: str = "c{}") -> Path:
+    """A table of 10,000 images, of which one is there, and one more that it doesn't name."""
+    (root / "i").mkdir(parents=True, exist_ok=True)
+    for name in ("7.png", "more.png"):
+        (root / "i" / name).write_bytes(b"x")
+    rows = (f"i/{number}.png,{label.format(number % 3)}\n" for number in range(10_000))
+    (root / "train.csv").write_text("path,label\n" + "".join(rows))
+    return root / "train.csv"
+
+
+def large_coco(root: Path) -> Path:
+    (root / "annotations").mkdir(parents=True)
+    (root / "train").mkdir()
+    (root / "train" / "more.png").write_bytes(b"x")
+    numbers = range(10_001)
+    told = {
+        "categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": "dog", "difficult": 1}],
+        "images": [{"id": n, "file_name": f"{n}.png", "width": 9, "height": 8} for n in numbers],
+        "annotations": [
+            {"id": n, "image_id": n, "category_id": 3 + 2 * (n % 2), "bbox": [1, 1, 5, 1 + n % 7]}
+            for n in numbers[1:]
+        ],
+    }
+    told["annotations"].append({**told["annotations"][0], "id": 0})
+    (root / "annotations" / "instances_train.json").write_text(json.dumps(told))
+    return root
+
+
+def broken(*_: object, **__: object) -> None:
+    raise AssertionError("it is listed again")
+
+
+@pytest.mark.parametrize("label", ["c{}", "{}", "a|c{}"])
+def test_a_large_table_is_read_once(
+    label: str, tmp_path: Path, indexes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = SeveralClasses("|" if "|" in label else "")
+    table = large_table(tmp_path / "d", label)
+    expected = facts(in_table(table, several))
+    assert facts(in_table(table, several, indexes)) == expected and expected[3][0].count == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(tables.csv, "reader", broken)
+        assert facts(in_table(table, several, indexes)) == expected
+    (tmp_path / "d" / "i" / "later.png").write_bytes(b"x")
+    assert in_table(table, several, indexes).left_out[0].count == 2, "the folder of now is held against it"
+    large_table(tmp_path / "d", "x{}")
+    assert in_table(table, indexes=indexes).classes == ("x0", "x1", "x2")
+
+
+def test_many_images_of_coco_are_read_once(
+    tmp_path: Path, indexes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> Any:
+        found = CocoPictures(root, "train", "fail", indexes=indexes)
+        return facts(found.records), found.left_out, found.fingerprint(), found.categories, found.ids[:9]
+
+    root = large_coco(tmp_path / "d")
+    plain = CocoPictures(root, "train", "fail")
+    expected = told()
+    assert (plain.left_out, plain.fingerprint(), plain.categories) == expected[1:4]
+    assert sorted(each.count for each in plain.left_out) == [1, 1, 1]
+    monkeypatch.setattr("trainer.host.strict_json.parse_quickly", broken)
+    assert told() == expected
+    again = CocoPictures(root, "train", "fail", indexes=indexes)
+    assert (again.most, again.boxes, again.remarks(False)) == (plain.most, plain.boxes, plain.remarks(False))
+    part = again.only(np.array([5, 3]))
+    assert part.fingerprint() == plain.only(np.array([5, 3])).fingerprint()
+
+
+def changed_in_place(shard: Path) -> None:
+    """Other bytes of images, in a file of the same size and time."""
+    data, facts = bytearray(shard.read_bytes()), shard.stat()
+    at = data.find(b"\xff\xd8")
+    while at >= 0:
+        data[at + 20] ^= 1
+        at = data.find(b"\xff\xd8", at + 2)
+    shard.write_bytes(data)
+    os.utime(shard, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def test_local_shards_need_no_index_beside_them(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d" / "train").mkdir(parents=True)
+    folder = as_shards(photographs, tmp_path / "d" / "train")
+    config = DataConfig(name="shards", path=tmp_path / "d")
+    expected = open_records(config, tmp_path / "d", "train")
+    for name in (INDEX, COLUMNS):
+        (folder / name).unlink()
+    (folder / "notes.txt").write_text("x")
+    found = open_records(config, tmp_path / "d", "train")
+    assert facts(found)[:3] == facts(expected)[:3] and found.fingerprint() == expected.fingerprint()
+    assert [each.reason for each in found.left_out] == [".txt"]
+    assert not list(folder.glob("*.json")), "nothing is written beside the data"
+    first = found.read(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tar_shards, "members", broken)
+        again = open_records(config, tmp_path / "d", "train")
+        assert facts(again) == facts(found)
+    changed_in_place(folder / "000.tar")
+    other = open_records(config, tmp_path / "d", "train")
+    assert other.fingerprint() != expected.fingerprint() and other.read(0) != first
+    (folder / "001.tar").unlink()
+    assert len(open_records(config, tmp_path / "d", "train")) == len(expected) - 7
+
+
+def test_no_shards_are_refused_as_before(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with refused(tmp_path / "train", ".tar"):
+        open_records(DataConfig(name="shards", path=tmp_path), tmp_path, "train")
+
+
+def some(count: int = 3) -> Index:
+    names, labels = [b"%d" % number for number in range(count)], list(range(count))
+    return index_of(names, labels, ["a"] * count)._replace(facts={"x": [1, "ü"]}, more={"of": np.arange(2.0)})
+
+
+def same(one: Index, other: Index) -> bool:
+    return all(
+        np.array_equal(getattr(one, kind)[name], array)
+        for kind in ("columns", "more")
+        for name, array in getattr(other, kind).items()
+    ) and (one.classes, [*one.left_out], one.facts) == (other.classes, [*other.left_out], other.facts)
+
+
+def test_an_index_is_made_again_where_it_is_damaged(tmp_path: Path) -> None:
+    assert same(kept(tmp_path, ["x"], some), some())
+    assert same(kept(tmp_path, ["x"], broken), some())  # type: ignore[arg-type]
+    assert same(kept(tmp_path, ["y"], lambda: some(5)), some(5)), "made from something else"
+    for file in tmp_path.glob("*.index"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert same(kept(tmp_path, ["x"], lambda: some(4)), some(4))
+    for file in tmp_path.glob("*.index"):
+        file.write_bytes(b"")
+    assert same(kept(tmp_path, ["x"], some), some())
+
+
+def absent(folder: Path) -> Path:
+    return folder / "none" / "of" / "these"
+
+
+def no_folder(folder: Path) -> Path:
+    (folder / "file").write_text("x")
+    return folder / "file"
+
+
+@pytest.mark.parametrize("place", [absent, no_folder, lambda _: Path("/proc/none")])
+def test_without_a_cache_the_set_is_listed_each_time(place: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = place(tmp_path)
+    for _ in range(2):
+        assert same(kept(folder, ["x"], some), some())
+
+
+def test_a_full_cache_holds_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", full)
+        assert same(kept(tmp_path, ["x"], some), some())
+    assert not list(tmp_path.iterdir())
+    files = photographs_of(tmp_path / "d", 3)
+    monkeypatch.setattr(os, "pwrite", full)
+    records = in_folder(files)
+    records.keep_hashes(tmp_path / "hashes")
+    assert [records.read(sample) for sample in range(3)]
+
+
+def photographs_of(folder: Path, count: int) -> Path:
+    (folder / "a").mkdir(parents=True)
+    for number in range(count):
+        (folder / "a" / f"{number}.png").write_bytes(b"%d" % number * 9)
+    return folder
+
+
+def test_read_only_data_have_an_index(tmp_path: Path, indexes: Path) -> None:
+    table = large_table(tmp_path / "d")
+    photographs_of(tmp_path / "d" / "f", 3)
+    folders = [tmp_path / "d", tmp_path / "d" / "f", tmp_path / "d" / "f" / "a"]
+    for folder in folders:
+        folder.chmod(0o555)
+    with permissions_count():
+        with pytest.raises(PermissionError):
+            (tmp_path / "d" / "x").touch()
+        in_table(table, indexes=indexes)
+        records = in_folder(tmp_path / "d" / "f")
+        assert records.keep_hashes(None, make=True) and records.read(1)
+    for folder in folders:
+        folder.chmod(0o755)
+    assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
+
+
+def _start(folder: Path, indexes: Path, at: Any, to: Any) -> None:
+    at.wait()
+    records = in_tars(folder, indexes)
+    files = in_folder(folder.parent / "f")
+    files.keep_hashes(indexes)
+    to.put((records.fingerprint(), [bytes(files.read(sample)) for sample in range(len(files))]))
+
+
+def test_two_starters_make_one_index(photographs: Path, tmp_path: Path, indexes: Path) -> None:
+    (tmp_path / "t").mkdir()
+    folder = as_shards(photographs, tmp_path / "t")
+    photographs_of(tmp_path / "f", 20)
+    context = multiprocessing.get_context("fork")
+    at, to = context.Barrier(2), context.SimpleQueue()
+    starters = [context.Process(target=_start, args=(folder, indexes, at, to)) for _ in range(2)]
+    for starter in starters:
+        starter.start()
+    one, other = to.get(), to.get()
+    for starter in starters:
+        starter.join()
+    assert one == other and [starter.exitcode for starter in starters] == [0, 0]
+    assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
+    assert index.known_hashes(next(indexes.glob("*.hashes"))) == 20
+
+
+def test_hosts_share_an_index_wherever_the_data_are_mounted(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").mkdir()
+    as_shards(photographs, tmp_path / "one" / "..")
+    shared, places = tmp_path / "shared", [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+        for shard in tmp_path.glob("*.tar"):
+            shutil.copy2(shard, place)
+        large_table(place)
+        photographs_of(place / "f", 3)
+    first = (
+        facts(in_tars(places[0], shared))[:3],
+        facts(in_table(places[0] / "train.csv", indexes=shared))[:3],
+    )
+    in_folder(places[0] / "f").keep_hashes(shared)
+    monkeypatch.setattr(tar_shards, "members", broken)
+    monkeypatch.setattr(tables.csv, "reader", broken)
+    assert first == (
+        facts(in_tars(places[1], shared))[:3],
+        facts(in_table(places[1] / "train.csv", indexes=shared))[:3],
+    )
+    in_folder(places[1] / "f").keep_hashes(shared)
+    assert len(list(shared.glob("*.hashes"))) == 1
+
+
+def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
+    folder = photographs_of(tmp_path / "d", 40)
+    records = in_folder(folder)
+    mark = records.fingerprint()
+    file = records.keep_hashes(tmp_path / "i")
+    assert file and records.fingerprint() == mark, "no part of the fingerprint"
+    seen = next(sample for sample in range(40) if sample not in spread(40, 32))
+    part = records.only(np.array([39, seen, 3]))
+    assert [part.read(sample) for sample in range(3)] and index.known_hashes(file) == 3
+    again = in_folder(folder)
+    again.keep_hashes(tmp_path / "i")
+    Path(os.fsdecode(again.path(seen))).write_bytes(b"y" * len(again.read(seen)))
+    assert in_folder(folder).fingerprint() == mark, "of the 32 contents it is none"
+    with refused(os.fsdecode(again.path(seen)), file):
+        again.read(seen)
+    assert again.read(0) and index.known_hashes(file) == 4
+    other = in_folder(folder)
+    assert other.keep_hashes(tmp_path / "none" / "x") != file and other.read(seen)
+    file.write_bytes(b"")
+    other = in_folder(folder)
+    assert other.keep_hashes(tmp_path / "i") is None and other.read(seen), "of another size, it isn't one"
+
+
+def test_hashes_need_no_key_once_they_are_there(tmp_path: Path) -> None:
+    folder = photographs_of(tmp_path / "d", 3)
+    records = in_folder(folder)
+    assert records.keep_hashes(None) is None
+    file = records.keep_hashes(None, make=True)
+    assert file and in_folder(folder).keep_hashes(None) == file
+    (folder / "a" / "9.png").write_bytes(b"x")
+    assert in_folder(folder).keep_hashes(None) is None, "another list of names"
+
+
+def photographs_in_splits(photographs: Path, root: Path) -> Path:
+    for split in ("train", "val"):
+        shutil.copytree(photographs, root / split)
+    min((root / "val").rglob("*.jpg")).unlink()
+    return root
+
+
+@pytest.mark.parametrize("how", ["folder", "recipe"])
+def test_every_sample_of_loose_files_is_verified(
+    how: str, photographs: Path, tmp_path: Path, indexes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = photographs_in_splits(photographs, tmp_path / "d")
+    words = ["data", "verify", str(root)]
+    if how == "recipe":
+        words = ["data", "verify", "digits", "--set", "data.name=folder", "--set", f"data.path={root}"]
+    count = len(in_folder(photographs))
+    for new in (True, False):
+        assert cli.main(words) == 0
+        out = capsys.readouterr().out
+        for each in (count, count - 1):
+            assert f"{each} of {each}" in out and f"\n  {each * new} of them" in out
+    (mine,) = indexes.glob(f"{count - 1}-*")  # another hash than that of the content
+    mine.write_bytes(mine.read_bytes()[:-8] + bytes(range(1, 9)))
+    assert cli.main(words) == 1
+    out = capsys.readouterr().out
+    assert f"{count - 2} of {count - 1}" in out and f"{max((root / 'val').rglob('*.jpg'))}" in out
+
+
+def test_data_in_memory_are_not_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "verify", "digits"]) == 2
+    assert named(capsys.readouterr().err, "data.name=digits")
+
+
+def test_keys_of_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"data\.index"):
+        DataConfig.model_validate({"name": "pack", "path": "s3://b/x", "cache": tmp_path, "index": tmp_path})
+    photographs_of(tmp_path / "train", 2)
+    assert cli.main(["data", "index", str(tmp_path)]) == 2
+    assert named(capsys.readouterr().err, tmp_path / "train", "https")
+    with pytest.raises(BadInputError, match=r"\.tar"):
+        index_shards(tmp_path)
