@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
+from tests.helpers.refusals import refused
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
 from trainer.data.formats.messages import Talk, sample_of
 from trainer.data.formats.turns import counted, turns, unread_keys
@@ -214,7 +215,7 @@ def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_
     talk = [dict(one) for one in TALK]
     talk[1]["content"], talk[3]["content"] = "<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"
     assert counting(chat, talk, [3]) == "<think>\nso\n</think>\n\nno<|im_end|>"
-    with pytest.raises(ChatError, match=r"changes message 2 by what follows it.*language\.learn=last"):
+    with refused("message 2", by=ChatError):
         turns(chat, talk, [1, 3])
 
 

@@ -1,5 +1,7 @@
 """Conversations for the task language: tokenizer and chat template, and several sets joined into one."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from trainer.config.model import ModelConfig
 from trainer.config.tasks import LanguageConfig
 from trainer.data.dataset import ArrayDataset
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
+from trainer.data.formats.turns import with_stop
 from trainer.data.left_out import tally
 from trainer.errors import BadInputError
 from trainer.models.gpt import room_after
@@ -61,7 +64,20 @@ def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> C
         raise BadInputError(
             "data.mix: padded samples are read in buckets of like length; use language.text=packed"
         )
-    return open_tokenizer(_chat_folder(model, config))
+    chat, keys = open_tokenizer(_chat_folder(model, config)), config.chat_template_kwargs
+    chat = with_stop(chat) if config.turns == "each" else chat
+    what = "language.chat_template_kwargs"
+    if odd := sorted(keys.keys() - chat.reads):
+        raise BadInputError(
+            f"{what}: the chat template of {chat.folder} reads no {odd[0]!r}; it reads "
+            f"{', '.join(sorted(chat.reads))}"
+        )
+    try:
+        given = chat.given(keys)
+    except ChatError as error:
+        raise BadInputError(f"language.{error}") from error
+    said = json.dumps([chat.sha256, keys], sort_keys=True)
+    return given._replace(sha256=hashlib.sha256(said.encode()).hexdigest()) if keys else chat
 
 
 def check_prompts(chat: Chat, prompts: Sequence[str], model: nn.Module) -> None:

@@ -155,6 +155,7 @@ class Language:
             "padding": self.padding,
             **({"model_config": hf_config_hash(self._name)} if self._name.startswith(HF) else {}),
             **({"chat_sha256": self.chat.sha256, "learn": self._config.learn} if self.chat else {}),
+            **({"turns": self._config.turns} if self._config.turns != "together" else {}),
         }
 
     def model(self) -> nn.Module:
@@ -241,7 +242,15 @@ class Language:
     def _conversations(self, split: RowSplit) -> tuple[ArrayDataset, Text, tuple[str, ...]]:
         """Samples of conversations, the text that they are of, and what is to be said of it."""
         assert self.chat is not None
-        text, left_out, notes = tokenized(split, self.chat, self._config.learn, self._config.sequence_length)
+        config = self._config
+        text, left_out, notes = tokenized(
+            split,
+            self.chat,
+            config.learn,
+            config.sequence_length,
+            config.turns == "each",
+            self._data.corrupt_budget,
+        )
         if self._name.startswith(HF):
             hf_vocabulary(self._name, int(text.tokens.max()) + 1)
         samples = self._samples(text, measured=True)

@@ -18,28 +18,29 @@ TODAY = "2024-07-26"
 _MARKS = "\ufdd0\ufdd1"  # no characters, by Unicode's definition: around what {% generation %} holds
 
 
-def compiled(folder: Path, sources: Mapping[str, str]) -> tuple[dict[str, "Template"], bool]:
-    """Compiles templates by name, and says whether the default one has {% generation %} blocks.
+def compiled(folder: Path, sources: Mapping[str, str]) -> tuple[dict[str, "Template"], bool, set[str]]:
+    """Compiles templates by name; whether the default one has {% generation %} blocks; what names they read.
 
     Raises:
         BadInputError: If one isn't a template.
     """
     if not sources:
-        return {}, False
-    from jinja2 import TemplateError
+        return {}, False, set()
+    from jinja2 import TemplateError, meta
 
-    made, marks = dict[str, "Template"](), False
+    made, marks, reads = dict[str, "Template"](), False, set[str]()
     for name, source in sources.items():
         environment = _environment()
         try:
             made[name] = environment.from_string(source)
+            reads |= meta.find_undeclared_variables(environment.parse(source))
         except (TemplateError, RecursionError) as error:
             raise BadInputError(
                 f"{folder}: its chat template is none that jinja2 reads ({first_line(error)}); mend "
                 "chat_template.jinja"
             ) from error
         marks = marks or (name == "default" and "has_generation" in environment.globals)
-    return made, marks
+    return made, marks, reads
 
 
 def _environment() -> Any:

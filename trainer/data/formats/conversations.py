@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.formats.arrow import ArrowTable, splits
 from trainer.data.formats.arrow_stream import import_pyarrow
+from trainer.data.formats.messages import KWARGS, RowError
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
@@ -17,14 +18,17 @@ from trainer.host.files import hash_inside, lines_inside
 
 _TRAIN = "train"
 # Keys of a row; others are counted.
-READ = ("text", "prompt", "completion", "messages", "conversations", "tools")
+READ = (
+    *("text", "prompt", "completion", "messages", "conversations", "tools"),
+    *("instruction", "input", "output", KWARGS),
+)
 _HELD = ("validation", "val", "valid", "test", "eval")
 _LINES = (".jsonl", ".json", ".ndjson")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)
 _TENTH = 10
 _ROWS = 64  # of Parquet that are read at once
 _MOST_BYTES = 4 << 30  # that a group of such rows may inflate to
-_Row = tuple[str, Mapping[str, Any]]  # where it stands, and its keys
+_Row = tuple[str, Mapping[str, Any] | RowError]  # where it stands, and its keys
 
 
 class RowSplit(NamedTuple):
@@ -53,10 +57,10 @@ class RowSplit(NamedTuple):
         return digest.hexdigest()
 
     def rows(self) -> Iterator[_Row]:
-        """Yields each row after its place: file and line or number.
+        """Yields each row after its place: file and line or number; the error where it isn't JSON.
 
         Raises:
-            BadInputError: If one isn't JSON, or a file can't be read.
+            BadInputError: If a file can't be read.
         """
         every = (one for path in self.files for one in _rows(path, (*READ, self.column)))
         if self.tenth is None:
@@ -169,10 +173,12 @@ def _lines(file: Path) -> Iterator[_Row]:
                 row = strict_json.parse(text)
             except ValueError as error:
                 reason = str(error).replace("line 1, ", "")
-                raise BadInputError(f"{where}: {reason}; each line is a JSON object of its own") from error
-            if not isinstance(row, dict):
-                raise BadInputError(f'{where}: isn\'t a JSON object, such as {{"messages": …}}')
-            yield where, {name: value for name, value in row.items() if value is not None}
+                yield where, RowError(f"{reason}; each line is a JSON object of its own")
+                continue
+            if isinstance(row, dict):
+                yield where, {name: value for name, value in row.items() if value is not None}
+            else:
+                yield where, RowError('isn\'t a JSON object, such as {"messages": …}')
 
 
 def _no_lines(first: bytes) -> str:

@@ -1,6 +1,9 @@
 """Loss mask of a conversation: spans of the rendered text that the assistant writes, and their tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -9,12 +12,45 @@ import numpy.typing as npt
 
 from trainer.data.formats.chat import Chat, ChatError, Encoded, Message
 from trainer.data.formats.chat_template import Spans
-from trainer.data.formats.messages import THOUGHT, Talk
+from trainer.data.formats.messages import KWARGS, THOUGHT, Talk
 from trainer.rng import Ints
 
 _PROBE = "\ufdd2"  # a Unicode noncharacter, so in no text that is read; inserted to find content in the text
 _OF_ALL = ("role", "content", "weight", "tool_calls")  # keys of a message that are checked for themselves
-_KEEPS = "use a template that keeps it, or language.learn=last if that is kept, or take it out of the rows"
+_UNREAD = "which the chat template doesn't write into what is learned"
+_GREETING = "conversation{s} whose assistant speaks first: that turn doesn't count"
+_BEFORE_USERS = ("system", "developer", "assistant")
+_STAND_IN = "\ufdd3"  # for content, where a template would take a part of it out
+_MARK = "mark what the assistant writes by {% generation %} in chat_template.jinja"
+
+
+class TurnError(ChatError):
+    """Turn that wouldn't be learned as it is asked for at inference.
+
+    Args:
+        fault: What is wrong.
+        remedy: What helps where no key of the recipe does.
+    """
+
+    def __init__(self, fault: str, remedy: str = _MARK) -> None:
+        super().__init__(fault)
+        self.remedy = remedy
+
+
+class Learned(NamedTuple):
+    """A sample of a conversation.
+
+    Attributes:
+        text: As the template renders it.
+        spans: Begin and end in it, in characters, of what counts.
+        reasons: What of the conversation isn't learned, for `LeftOut`.
+        otherwise: Number of turns that are rendered otherwise than as the last one.
+    """
+
+    text: str
+    spans: Spans
+    reasons: Sequence[str]
+    otherwise: int = 0
 
 
 class Counted(NamedTuple):
@@ -31,6 +67,194 @@ class Counted(NamedTuple):
     counts: npt.NDArray[np.bool_]
     straddling: int
     unended: int
+
+
+def learned(chat: Chat, talk: Talk, learn: str, each: bool) -> Iterator[Learned]:
+    """Yields the samples of a conversation: one, or with `each` one for each turn that counts.
+
+    With `each` a turn is rendered as the last message, after the generation prompt: as at inference.
+
+    Raises:
+        ChatError: If the template refuses it, or what counts wouldn't be learned whole.
+    """
+    chat = chat.given(talk.keys)
+    first = next((n for n, one in enumerate(talk.messages) if one["role"] not in _BEFORE_USERS), 0)
+    greeting, rest = (
+        [n for n in talk.counting if (n < first) == early] if learn != "all" else []
+        for early in (True, False)
+    )
+    if greeting and rest:
+        try:
+            _samples(chat, talk._replace(counting=greeting), learn, each)
+        except ChatError:
+            for nth, sample in enumerate(learned(chat, talk._replace(counting=rest), learn, each)):
+                yield sample._replace(reasons=[*sample.reasons, *[_GREETING] * (not nth)])
+            return
+    try:
+        yield from _samples(chat, talk, learn, each)
+    except TurnError as error:
+        remedies = [("language.turns=each", talk, True)] * (not each and learn != "all")
+        remedies += [("language.learn=last", talk._replace(counting=talk.counting[-1:]), each)]
+        for name, other, alone in remedies:
+            with suppress(TurnError):
+                _samples(chat, other, "", alone)
+                raise ChatError(f"{error}; use {name}, or {error.remedy}") from error
+        raise ChatError(f"{error}; {error.remedy}") from error
+
+
+def _samples(chat: Chat, talk: Talk, learn: str, each: bool) -> list[Learned]:
+    return [_of_turn(chat, talk, one) for one in talk.counting] if each else [_together(chat, talk, learn)]
+
+
+def _together(chat: Chat, talk: Talk, learn: str) -> Learned:
+    """A conversation as one sample."""
+    messages, counting, tools, _ = talk
+    text, spans = turns(chat, messages, () if learn == "all" else counting, tools)
+    if learn == "all":
+        return Learned(text, every := [(0, len(text))], _unlearned(chat, talk, text, every))
+    reasons, otherwise = _unlearned(chat, talk, text, spans), 0
+    for number, (begin, end) in zip(counting, () if chat.marks else spans, strict=False):
+        alone = _rendered(chat, messages[: number + 1], tools) or ""
+        closing = next((one for one in chat.closings if text[begin:end].endswith(one)), "")
+        otherwise += not alone.startswith(text[begin:end].removesuffix(closing).rstrip(), begin)
+    return Learned(text, spans, reasons, otherwise)
+
+
+def _of_turn(chat: Chat, talk: Talk, number: int) -> Learned:
+    """A turn as the last message of a sample of its own."""
+    part = talk._replace(messages=talk.messages[: number + 1], counting=[number])
+    looked = {number} if number != talk.counting[-1] else {number, *range(number)} - {*talk.counting[:-1]}
+    said = ""
+    try:
+        text, spans = turns(chat, part.messages, [number], part.tools)
+        head = text[: spans[0][0]]
+    except TurnError:
+        head = chat.render(part.messages[:-1], part.tools, generation_prompt=True)
+        part, said = _as_asked(chat, part, head)
+        text = chat.render(part.messages, part.tools)
+        if said:
+            _check_kept(chat, part.messages, part.tools, text)
+            begin = text.index(_STAND_IN)
+            spans = [(begin, begin + 1 + chat.closed(text[begin + 1 :]))]
+        else:
+            _, spans = turns(chat, part.messages, [number], part.tools)
+    reasons = _unlearned(chat, part, text, spans, looked)
+    moved = len(head) - spans[0][0]
+    text = head + text[spans[0][0] :].replace(_STAND_IN, said)
+    begin, end = spans[-1][0] + moved, spans[-1][1] + moved + len(said) - bool(said)
+    ended = any(text[begin:end].rstrip().endswith(mark) for mark in chat.ends)
+    if not ended and (mark := _next_turn(chat, talk, number, text[begin:end].rstrip())):
+        text = text[:end].rstrip() + mark
+        end = len(text)
+    return Learned(text, [*spans[:-1], (begin, end)], reasons)
+
+
+def _as_asked(chat: Chat, part: Talk, prompt: str) -> tuple[Talk, str]:
+    """What is rendered for a last message that doesn't follow the generation prompt in the rendered text.
+
+    Returns:
+        The messages without the thinking of those before it, and "", if the template takes that out where an
+        answer is there, as gpt-oss'. Else the message with `_STAND_IN` for its content, and the content after
+        the prompt, if the prompt begins the thinking, as DeepSeek-R1's does.
+
+    Raises:
+        TurnError: If it is neither.
+        ChatError: If the message has no thinking, and the prompt begins it.
+    """
+    *before, one = part.messages
+    bare = [{key: value for key, value in each.items() if key not in THOUGHT} for each in part.messages]
+    without = part._replace(messages=[*bare[:-1], one])
+    alone = _rendered(chat, without.messages, part.tools) or ""
+    asked = chat.render(bare[:-1], part.tools, generation_prompt=True)
+    if alone == chat.render(part.messages, part.tools) and alone.startswith(asked) and asked != prompt:
+        return without, ""
+    stand_in = part._replace(messages=[*before, {**bare[-1], "content": _STAND_IN}])
+    shown, found, _ = (_rendered(chat, stand_in.messages, part.tools) or "").partition(_STAND_IN)
+    opening = prompt.removeprefix(shown)
+    tag = re.search(r"<(\w+)>\s*$", opening)
+    if not found or not prompt.startswith(shown) or tag is None:
+        raise TurnError(_otherwise(len(before)))
+    content, thought, close = one["content"], _thought(one), f"</{tag[1]}>"
+    if thought:
+        return stand_in, f"{thought}\n{close}\n\n{content.lstrip()}"
+    if content.startswith(opening):
+        return stand_in, content[len(opening) :]
+    rest = content.lstrip().removeprefix(opening.rstrip())
+    if close not in rest:
+        raise ChatError(
+            f"the chat template begins an answer by {opening!r}, and message {len(before) + 1} has no "
+            f"thinking; add it as {THOUGHT[0]}, or {opening + close!r} to the begin of content, and use "
+            f"language.turns=each; or {_MARK}"
+        )
+    return stand_in, rest.lstrip("\n")
+
+
+def _unlearned(
+    chat: Chat, talk: Talk, text: str, spans: Spans, looked: Container[int] | None = None
+) -> list[str]:
+    """Reasons for `LeftOut`: what of a conversation its sample holds nothing of."""
+    words = [*unread_keys(chat, talk, text, spans, looked)]
+    words += [f"{name!r} in {KWARGS}" for name in talk.keys if name not in chat.reads]
+    return [f"conversation{{s}} with {what}, {_UNREAD}" for what in words]
+
+
+def _as_prompted(chat: Chat, part: Talk) -> str:
+    """Content of the last message with the thinking that the generation prompt begins, as DeepSeek-R1's does.
+
+    Raises:
+        TurnError: If the prompt isn't the begin of the turn, but for such a mark.
+        ChatError: If the message has no thinking.
+    """
+    *before, one = part.messages
+    shown = _rendered(chat, [*before, {"role": one["role"], "content": _STAND_IN}], part.tools) or ""
+    head, found, _ = shown.partition(_STAND_IN)
+    prompt = chat.render(before, part.tools, generation_prompt=True)
+    opening = prompt.removeprefix(head)
+    tag = re.search(r"<(\w+)>\s*$", opening)
+    if not found or not prompt.startswith(head) or tag is None:
+        raise TurnError(_otherwise(len(before)))
+    content, thought, close = one["content"], _thought(one), f"</{tag[1]}>"
+    if thought:
+        return f"{opening}{thought}\n{close}\n\n{content.lstrip()}"
+    if content.startswith(opening):
+        return str(content)
+    rest = content.lstrip().removeprefix(opening.rstrip())
+    if close not in rest:
+        raise ChatError(
+            f"the chat template begins an answer by {opening!r}, and message {len(before) + 1} has no "
+            f"thinking; add it as {THOUGHT[0]}, or {opening + close!r} to the begin of content"
+        )
+    return opening + str(rest).lstrip("\n")
+
+
+def _next_turn(chat: Chat, talk: Talk, number: int, said: str) -> str:
+    """The special token by which the next turn begins, with blanks before it; "" if there is none.
+
+    A model whose template has no ends of turns stops by it, as GLM's.
+    """
+    follows = [one["role"] for one in talk.messages[number + 1 : number + 2] if one["role"] != "assistant"]
+    probe = {"role": follows[0] if follows else "user", "content": _STAND_IN}
+    shown = _rendered(chat, [*talk.messages[: number + 1], probe], talk.tools) or ""
+    before = shown.partition(_STAND_IN)[0]
+    # The begin of the turn may be another one where a turn follows.
+    tail = said[bisect_left(range(len(said)), True, key=lambda cut: said[cut:] in before) :]
+    between = before[before.rfind(tail) + len(tail) :]
+    places = [(place, -len(end), end) for end in chat.ends if (place := between.find(end)) >= 0]
+    if not places:
+        return ""
+    place, _, mark = min(places)
+    blanks = between[:place]
+    return blanks[len(blanks.rstrip()) :] + mark
+
+
+def with_stop(chat: Chat) -> Chat:
+    """The same with the token by which a turn ends that is a sample; see `_next_turn`."""
+    talk = Talk([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], [1])
+    with suppress(ChatError):
+        text = _of_turn(chat, talk, 1).text
+        mark = next((end for end in chat.ends if text.endswith(end)), "")
+        return chat if chat.turn_end is not None else chat._replace(turn_end=chat.ends.get(mark))
+    return chat
 
 
 def turns(
@@ -99,22 +323,24 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
         ) from error
     upto = _rendered(chat, messages[: number + 1], tools) or ""
     if not text.startswith(before):
-        raise ChatError(
-            f"the chat template renders what comes before message {number + 1} otherwise than in the whole "
-            "conversation; mark what the assistant writes by {% generation %} in chat_template.jinja, or use "
-            "language.learn=all"
-        )
+        raise TurnError(_otherwise(number))
     end = len(upto) if text.startswith(upto) and upto.startswith(before) else 0
     if not end and number + 1 < len(messages):
         end = _end(chat, messages, number, tools, text, len(before))
     if end <= len(before):
-        raise ChatError(
+        raise TurnError(
             f"the chat template changes message {number + 1} by what follows it (as where earlier thinking "
-            "is taken out); use language.learn=last, or mark what the assistant writes by {% generation %} "
-            "in chat_template.jinja"
+            "is taken out)"
         )
     # Some templates end a turn only where another follows.
     return len(before), end + chat.closed(text[end:])
+
+
+def _otherwise(number: int) -> str:
+    return (
+        f"the chat template renders what comes before message {number + 1} otherwise than in the whole "
+        "conversation"
+    )
 
 
 def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str, begin: int) -> int:
@@ -185,17 +411,20 @@ def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
             )
 
 
-def unread_keys(chat: Chat, talk: Talk, text: str, spans: Spans) -> Iterator[str]:
+def unread_keys(
+    chat: Chat, talk: Talk, text: str, spans: Spans, looked: Container[int] | None = None
+) -> Iterator[str]:
     """Yields what the template doesn't read, in words for a message: keys of messages and calls, the tools.
 
     Each key is taken out of one message at a time: the template may read it in one and not in another, as
-    Qwen 3's does with earlier thinking.
+    Qwen 3's does with earlier thinking. A key of a message that counts is read if it changes its span.
 
     Args:
         chat: The tokenizer and its chat template.
         talk: The conversation.
         text: From `turns`.
         spans: From `turns`; or one of all the text, where all of it counts.
+        looked: Messages that are looked at, by number; None: all.
 
     Raises:
         ChatError: If a message that counts isn't whole in its span: a part of its content, its thinking or a
@@ -210,6 +439,8 @@ def unread_keys(chat: Chat, talk: Talk, text: str, spans: Spans) -> Iterator[str
         _check_whole(chat, messages, number, tools, text, own[number])
     unread = dict[str, None]()
     for number, one in enumerate(messages):
+        if looked is not None and number not in looked:
+            continue
         unread |= dict.fromkeys(_unread_of_calls(chat, messages, number, tools, text, own.get(number)))
         for key in sorted(key for key, value in one.items() if value not in ("", [], {})):
             thought, what = key in THOUGHT, f"{key!r} in messages"
@@ -218,7 +449,13 @@ def unread_keys(chat: Chat, talk: Talk, text: str, spans: Spans) -> Iterator[str
             if what in unread or key in _OF_ALL or (thought and (number in own or not _thought(one))):
                 continue
             without = {name: one[name] for name in one if name not in (THOUGHT if thought else (key,))}
-            if _rendered(chat, [*messages[:number], without, *messages[number + 1 :]], tools) == text:
+            found = _rendered(chat, [*messages[:number], without, *messages[number + 1 :]], tools)
+            counts = own.get(number)
+            if found is None or (counts is None and found != text):
+                continue
+            probed = _with(messages, number, **{key: f"{_PROBE}{one[key]}{_PROBE}"})
+            shown = _rendered(chat, probed, tools) or ""
+            if found == text or (_PROBE in shown and not _shown_within(shown, text, counts or [])):
                 unread[what] = None
     yield from unread
     if tools and _rendered(chat, messages, None) == text:
@@ -234,18 +471,19 @@ def _check_whole(
     before = len(_dense(text[: spans[0][0]]))
     found = _dense(text[: spans[-1][1]]).rfind(content)
     if found < 0 or (content and found + len(content) <= before):
-        raise ChatError(
+        raise TurnError(
             f"the chat template leaves a part of the content of message {number + 1} out (as where thinking "
-            f"is taken out); {_KEEPS}"
+            "is taken out)"
         )
     if thought := _thought(one):
         marked = {
             key: one[key].replace(thought, f"{_PROBE}{thought}{_PROBE}", 1) for key in THOUGHT if key in one
         }
         if not _shown_within(_rendered(chat, _with(messages, number, **marked), tools) or "", text, spans):
-            raise ChatError(
+            raise TurnError(
                 f"the chat template leaves the thinking of message {number + 1} out ({THOUGHT[0]}, as where "
-                f"others follow), or outside of what counts; {_KEEPS}"
+                "others follow), or outside of what counts",
+                "write it into content, as the model does",
             )
 
 
