@@ -383,7 +383,8 @@ def test_files_of_a_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2, 9, 10, 11, 20])
 def test_each_tenth_row_is_held_back_and_none_is_in_both(count: int, tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", *({"text": str(n)} for n in range(1, count + 1)))
-    learned, held = ([int(row["text"]) for _, row in split.rows()] for split in splits_of(file, None))
+    rows: Any = [split.rows() for split in splits_of(file, None)]
+    learned, held = ([int(row["text"]) for _, row in split] for split in rows)
     assert held == (list(range(10, count + 1, 10)) or [count])
     assert sorted(learned + held) == list(range(1, count + 1))
 

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from trainer.config.data import DataConfig, at_home
+from trainer.config.data import HUB_SET, DataConfig, at_home
 from trainer.config.model import ModelConfig
+from trainer.config.recipe import Recipe
 from trainer.config.tasks import LanguageConfig
 from trainer.data.dataset import ArrayDataset
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
@@ -17,6 +19,7 @@ from trainer.data.formats.turns import with_stop
 from trainer.data.left_out import tally
 from trainer.errors import BadInputError
 from trainer.models.gpt import room_after
+from trainer.models.hub import hub_rows
 from trainer.rng import Ints
 
 
@@ -101,6 +104,46 @@ def check_room(model: nn.Module, tokens: int, what: str) -> None:
         room_after(model, tokens, 1)
     except ValueError as error:
         raise BadInputError(f"{what}: {error}; shorten it") from error
+
+
+def local_path(path: Path, key: str = "data.path") -> Path:
+    """Where data lie on this machine; a data set of the hub is fetched.
+
+    Raises:
+        BadInputError: If it can't be had.
+    """
+    named = HUB_SET.fullmatch(str(path))
+    return at_home(path, key) if named is None else hub_rows(f"{key}={path}", **named.groupdict())[0]
+
+
+def with_commits(recipe: Recipe, stored: Mapping[str, Any] | None) -> Recipe:
+    """The recipe with a commit in place of a branch in each data set of the hub.
+
+    Args:
+        recipe: As it was given.
+        stored: The configuration of the run before, whose commits are kept; None without one.
+
+    Raises:
+        BadInputError: If a set can't be had.
+    """
+    known = {one["repository"]: one["revision"] for one in HUB_SET.finditer(json.dumps(stored or {}))}
+
+    def exact(path: Any) -> Any:
+        if (named := HUB_SET.fullmatch(str(path))) is None:
+            return path
+        revision = known.get(named["repository"], named["revision"])
+        _, commit = hub_rows(f"data.path={path}", named["repository"], revision, named["below"])
+        return type(path)(
+            f"hub:{named['repository']}@{commit}{':' * bool(named['below'])}{named['below'] or ''}"
+        )
+
+    mix = recipe.data.mix and {exact(name): weight for name, weight in recipe.data.mix.items()}
+    data = recipe.data.model_copy(update={"path": exact(recipe.data.path), "mix": mix})
+    sets = {
+        name: one.model_copy(update={"path": exact(one.path)}) for name, one in recipe.evaluation.sets.items()
+    }
+    evaluation = recipe.evaluation.model_copy(update={"sets": sets})
+    return recipe.model_copy(update={"data": data, "evaluation": evaluation})
 
 
 def _chat_folder(model: ModelConfig, config: LanguageConfig) -> Path:

@@ -167,7 +167,8 @@ def _made(split: RowSplit, chat: Chat, learn: str, length: int, each: bool, budg
     counts = np.concatenate([each.counts for each in found]).astype(np.uint8)
     begins = np.cumsum(sizes) - sizes
     counting = int(counts.sum() - counts[begins].sum())
-    size = f"{len(found):,} rows of {len(tokens):,} tokens, {counting:,} of which count in the loss"
+    what = "turns" if each else "rows"
+    size = f"{len(found):,} {what} of {len(tokens):,} tokens, {counting:,} of which count in the loss"
     return tokens, begins, counts, left_out, tuple(_notes(totals, chat, size))
 
 
@@ -201,8 +202,8 @@ def _prepared(split: RowSplit, chat: Chat, learn: str, each: bool, totals: _Tall
                     _left(_ROLE.format(role=role), where) for role in unknown_roles(sample.messages)
                 )
                 yield from (_Prepared(where, one.text, one.spans, plain=False, whole=False) for one in found)
-        except SkippedError as reason:
-            totals.left_out.append(_left(str(reason), where))
+        except SkippedError as skipped:
+            totals.left_out.append(_left(str(skipped), where))
             continue
         except (RowError, ChatError, RecursionError) as error:  # the last of JSON in a string
             totals.odd[_REFUSED] += 1

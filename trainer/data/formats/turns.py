@@ -98,7 +98,7 @@ def learned(chat: Chat, talk: Talk, learn: str, each: bool) -> Iterator[Learned]
         for name, other, alone in remedies:
             with suppress(TurnError):
                 _samples(chat, other, "", alone)
-                raise ChatError(f"{error}; use {name}, or {error.remedy}") from error
+                raise ChatError(f"{error}; use {name}, or {_MARK}") from error
         raise ChatError(f"{error}; {error.remedy}") from error
 
 
