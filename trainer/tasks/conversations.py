@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from trainer.config.recipe import Recipe
 from trainer.config.tasks import LanguageConfig
 from trainer.data.dataset import ArrayDataset
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
+from trainer.data.formats.conversations import RowSplit
+from trainer.data.formats.messages import RowError, SkippedError, Talk, asked_of
 from trainer.data.formats.turns import with_stop
 from trainer.data.left_out import tally
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.models.gpt import room_after
 from trainer.models.hub import hub_rows
 from trainer.rng import Ints
@@ -36,8 +38,8 @@ def concatenate_sets(sets: Sequence[ArrayDataset], labeled: bool = False) -> Arr
     return together
 
 
-def prompt_tokens(chat: Chat, prompt: str, what: str) -> Ints:
-    """Tokens of what a user says, to where an assistant goes on.
+def prompt_tokens(chat: Chat, prompt: str | Talk, what: str) -> Ints:
+    """Tokens of what a user says, or of a conversation, to where an assistant goes on.
 
     Args:
         what: Whose wish it is, for errors.
@@ -45,11 +47,42 @@ def prompt_tokens(chat: Chat, prompt: str, what: str) -> Ints:
     Raises:
         BadInputError: If the template refuses it.
     """
+    talk = prompt if isinstance(prompt, Talk) else Talk([{"role": "user", "content": prompt}], [])
     try:
-        text = chat.render([{"role": "user", "content": prompt}], generation_prompt=True)
+        text = chat.given(talk.keys).render(talk.messages, talk.tools, generation_prompt=True)
     except ChatError as error:
         raise BadInputError(f"{what}: {error}") from error
     return next(chat.encode([text])).ids
+
+
+def prompts_of(file: Path) -> Iterator[tuple[str, Talk]]:
+    """Yields what is to be answered in a file of prompts, each after its place.
+
+    Args:
+        file: Lines of text (.txt), or rows as those that are learned from, whose last answer isn't read.
+
+    Raises:
+        BadInputError: If it can't be read, or a row holds nothing to answer.
+    """
+    if file.suffix == ".txt":
+        with reading(file, "give a file of prompts"):
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
+        rows: Iterable[tuple[str, Any]] = (
+            (f"{file}: line {number}", {"prompt": line})
+            for number, line in enumerate(lines, 1)
+            if line.strip()
+        )
+    else:
+        rows = RowSplit((file,)).rows()
+    for where, row in rows:
+        try:
+            if isinstance(row, RowError):
+                raise row
+            yield where, asked_of(row)
+        except SkippedError:
+            continue
+        except RowError as error:
+            raise BadInputError(f"{where}: {error}") from error
 
 
 def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> Chat | None:

@@ -72,11 +72,8 @@ def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> 
     if kind in ("messages", "conversations"):
         return _talk(_messages(row[column or kind], kind), 0, row, learn)
     if kind == "alpaca":
-        asked, given, said = (_string(row.get(name) or "", name) for name in _ALPACA)
-        talk = [
-            {"role": "user", "content": f"{asked}\n{given}" if given.strip() else asked},
-            {"role": "assistant", "content": said},
-        ]
+        said = _string(row.get("output") or "", "output")
+        talk = [{"role": "user", "content": _asked(row)}, {"role": "assistant", "content": said}]
         return _talk(talk, 0, row, learn)
     if kind == "text":
         text = _string(row[column or kind], kind)
@@ -91,6 +88,45 @@ def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> 
     if not completion.strip():
         raise SkippedError("row{s} with an empty completion")
     return Continuation("", prompt + completion) if learn == "all" else Continuation(prompt, completion)
+
+
+def asked_of(row: Mapping[str, Any]) -> Talk:
+    """Parses a row as what is to be answered: without the assistant's turns at its end.
+
+    Raises:
+        RowError: If it can't be meant, or holds nothing to answer.
+        SkippedError: If it is empty.
+    """
+    if not row:
+        raise SkippedError("empty row{s}")
+    value = next((row[name] for name in ("prompt", "messages", "conversations") if name in row), None)
+    if value is None and "instruction" in row:
+        value = _asked(row)
+    if value is None:
+        raise RowError(f"has {_names(row)}; a prompt is in prompt, messages, conversations or instruction")
+    messages = _messages([{"role": "user", "content": value}] if isinstance(value, str) else value, "prompt")
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise RowError("has nothing to answer, as no one but the assistant speaks")
+    return Talk(messages, [], _tools(row), _keys(row))
+
+
+def _asked(row: Mapping[str, Any]) -> str:
+    """What alpaca's columns ask."""
+    asked, given = (_string(row.get(name) or "", name) for name in _ALPACA[:2])
+    return f"{asked}\n{given}" if given.strip() else asked
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    return _objects(row["tools"], "tools") if row.get("tools") else None
+
+
+def _keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    keys = _parsed(row.get(KWARGS) or {}, KWARGS)
+    if not isinstance(keys, dict):
+        raise RowError(f"{KWARGS} is {_shown(keys)}, and should be an object")
+    return keys
 
 
 def unread_names(row: Mapping[str, Any], column: str | None) -> list[str]:
@@ -132,10 +168,7 @@ def _talk(messages: Sequence[Mapping[str, Any]], first: int, row: Mapping[str, A
     if not counting:
         roles = f" (of the role {', '.join(odd)})" if (odd := unknown_roles(messages)) else ""
         raise SkippedError("conversation{s} without an assistant turn to learn from" + roles)
-    tools = _objects(row["tools"], "tools") if row.get("tools") else None
-    if not isinstance(keys := _parsed(row.get(KWARGS) or {}, KWARGS), dict):
-        raise RowError(f"{KWARGS} is {_shown(keys)}, and should be an object")
-    return Talk(messages, counting[-1:] if learn == "last" else counting, tools, keys)
+    return Talk(messages, counting[-1:] if learn == "last" else counting, _tools(row), _keys(row))
 
 
 def unknown_roles(messages: Sequence[Mapping[str, Any]]) -> list[str]:
