@@ -104,15 +104,15 @@ def test_it_ends_after_so_many_tokens(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_nothing_said_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "none.txt").write_text("\n \n")
-    said = (
-        {"prompt": None},
-        {"prompts": tmp_path / "none.txt"},
-        {"prompt": None, "prompts": tmp_path / "none.txt"},
-    )
-    for keys, flag in zip(said, ("--prompt", "--prompts", "--prompts"), strict=True):
-        with refused(flag):
-            answered(Says(b"", END), Chat(), **keys)
-    for keys, flag in (({"top_p": 0.0}, "--top-p"), ({"top_p": 1.5}, "--top-p")):
+    none = tmp_path / "none.txt"
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("--prompt", {"prompt": None}),
+        ("--prompts", {"prompts": none}),
+        ("--prompts", {"prompt": None, "prompts": none}),
+        ("--top-p", {"top_p": 0.0}),
+        ("--top-p", {"top_p": 1.5}),
+    ]
+    for flag, keys in wrong:
         with refused(flag):
             answered(Says(b"", END), Chat(), **keys)
 
@@ -143,7 +143,8 @@ def test_a_file_of_prompts(
     assert answered(Says(b"so", END), chat, prompt=None, prompts=file, system=system) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     wanted = [{"role": "user", "content": "why?"}]
-    wanted[:0] = [{"role": "system", "content": system}] * (system is not None)
+    if system is not None:
+        wanted.insert(0, {"role": "system", "content": system})
     assert answers == [{"messages": wanted, "answer": "so"}] * 5
 
 

@@ -133,7 +133,7 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
             {"messages": [ASK, {**ANSWER, "tool_calls": [{"function": "f"}]}]},
             "function is 'f', and should be",
         ),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "the chat template leaves tool_calls out"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "leaves call 1 of tool_calls out"),
     ],
 )
 def test_a_row_that_cannot_be_meant_is_named(row: Any, says: str, chat: Chat, tmp_path: Path) -> None:

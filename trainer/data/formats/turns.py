@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -78,21 +78,17 @@ def learned(chat: Chat, talk: Talk, learn: str, each: bool) -> Iterator[Learned]
         ChatError: If the template refuses it, or what counts wouldn't be learned whole.
     """
     chat = chat.given(talk.keys)
-    first = next((n for n, one in enumerate(talk.messages) if one["role"] not in _BEFORE_USERS), 0)
-    greeting, rest = (
-        [n for n in talk.counting if (n < first) == early] if learn != "all" else []
-        for early in (True, False)
-    )
-    if greeting and rest:
-        try:
-            _samples(chat, talk._replace(counting=greeting), learn, each)
-        except ChatError:
+    try:
+        yield from _samples(chat, talk, learn, each)
+    except ChatError as error:
+        asked = next((n for n, one in enumerate(talk.messages) if one["role"] not in _BEFORE_USERS), 0)
+        rest = [number for number in talk.counting if number > asked]
+        if learn != "all" and 0 < len(rest) < len(talk.counting):
             for nth, sample in enumerate(learned(chat, talk._replace(counting=rest), learn, each)):
                 yield sample._replace(reasons=[*sample.reasons, *[_GREETING] * (not nth)])
             return
-    try:
-        yield from _samples(chat, talk, learn, each)
-    except TurnError as error:
+        if not isinstance(error, TurnError):
+            raise
         remedies = [("language.turns=each", talk, True)] * (not each and learn != "all")
         remedies += [("language.learn=last", talk._replace(counting=talk.counting[-1:]), each)]
         for name, other, alone in remedies:
@@ -198,35 +194,6 @@ def _unlearned(
     return [f"conversation{{s}} with {what}, {_UNREAD}" for what in words]
 
 
-def _as_prompted(chat: Chat, part: Talk) -> str:
-    """Content of the last message with the thinking that the generation prompt begins, as DeepSeek-R1's does.
-
-    Raises:
-        TurnError: If the prompt isn't the begin of the turn, but for such a mark.
-        ChatError: If the message has no thinking.
-    """
-    *before, one = part.messages
-    shown = _rendered(chat, [*before, {"role": one["role"], "content": _STAND_IN}], part.tools) or ""
-    head, found, _ = shown.partition(_STAND_IN)
-    prompt = chat.render(before, part.tools, generation_prompt=True)
-    opening = prompt.removeprefix(head)
-    tag = re.search(r"<(\w+)>\s*$", opening)
-    if not found or not prompt.startswith(head) or tag is None:
-        raise TurnError(_otherwise(len(before)))
-    content, thought, close = one["content"], _thought(one), f"</{tag[1]}>"
-    if thought:
-        return f"{opening}{thought}\n{close}\n\n{content.lstrip()}"
-    if content.startswith(opening):
-        return str(content)
-    rest = content.lstrip().removeprefix(opening.rstrip())
-    if close not in rest:
-        raise ChatError(
-            f"the chat template begins an answer by {opening!r}, and message {len(before) + 1} has no "
-            f"thinking; add it as {THOUGHT[0]}, or {opening + close!r} to the begin of content"
-        )
-    return opening + str(rest).lstrip("\n")
-
-
 def _next_turn(chat: Chat, talk: Talk, number: int, said: str) -> str:
     """The special token by which the next turn begins, with blanks before it; "" if there is none.
 
@@ -251,9 +218,11 @@ def with_stop(chat: Chat) -> Chat:
     """The same with the token by which a turn ends that is a sample; see `_next_turn`."""
     talk = Talk([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], [1])
     with suppress(ChatError):
-        text = _of_turn(chat, talk, 1).text
-        mark = next((end for end in chat.ends if text.endswith(end)), "")
-        return chat if chat.turn_end is not None else chat._replace(turn_end=chat.ends.get(mark))
+        if chat.turn_end is None:
+            text = _of_turn(chat, talk, 1).text
+            return chat._replace(
+                turn_end=next((chat.ends[end] for end in chat.ends if text.endswith(end)), None)
+            )
     return chat
 
 
@@ -439,24 +408,21 @@ def unread_keys(
         _check_whole(chat, messages, number, tools, text, own[number])
     unread = dict[str, None]()
     for number, one in enumerate(messages):
-        if looked is not None and number not in looked:
-            continue
-        unread |= dict.fromkeys(_unread_of_calls(chat, messages, number, tools, text, own.get(number)))
-        for key in sorted(key for key, value in one.items() if value not in ("", [], {})):
-            thought, what = key in THOUGHT, f"{key!r} in messages"
-            if thought:
-                what = f"{THOUGHT[0]!r} in messages that don't count"
-            if what in unread or key in _OF_ALL or (thought and (number in own or not _thought(one))):
+        counts = own.get(number)
+        for part in _parts(one, counts is not None) if looked is None or number in looked else ():
+            found, shown = (
+                _rendered(chat, [*messages[:number], changed, *messages[number + 1 :]], tools)
+                for changed in (part.without, part.probed or part.without)
+            )
+            elsewhere = counts and _PROBE in (shown or "") and not _shown_within(shown or "", text, counts)
+            if found is None or (_differs(found, text, counts) and not elsewhere):
                 continue
-            without = {name: one[name] for name in one if name not in (THOUGHT if thought else (key,))}
-            found = _rendered(chat, [*messages[:number], without, *messages[number + 1 :]], tools)
-            counts = own.get(number)
-            if found is None or (counts is None and found != text):
-                continue
-            probed = _with(messages, number, **{key: f"{_PROBE}{one[key]}{_PROBE}"})
-            shown = _rendered(chat, probed, tools) or ""
-            if found == text or (_PROBE in shown and not _shown_within(shown, text, counts or [])):
-                unread[what] = None
+            if part.needed:
+                raise ChatError(
+                    f"the chat template leaves {part.what} out (message {number + 1}); use the template of a "
+                    "model that calls tools, or put the calls into content"
+                )
+            unread[part.what] = None
     yield from unread
     if tools and _rendered(chat, messages, None) == text:
         yield "'tools'"
@@ -507,53 +473,42 @@ def _shown_within(found: str, text: str, spans: Spans) -> bool:
     return alike and any(first <= begin <= end <= stop for first, stop in spans)
 
 
-def _unread_of_calls(
-    chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str, spans: Spans | None
-) -> Iterator[str]:
-    """Yields the keys of a message's calls that aren't read, but for their type.
+class _Part(NamedTuple):
+    """A part of a message: in words, the message without it, with probes around it; if it must be read."""
 
-    Args:
-        spans: Where what counts of the message is; None if it doesn't count.
+    what: str
+    without: Message
+    probed: Message | None = None
+    needed: bool = False
 
-    Raises:
-        ChatError: If a call, its name or its arguments are left out.
-    """
-    calls = messages[number].get("tool_calls") or []
 
-    def reads(changed: Sequence[Mapping[str, Any]]) -> bool:
-        found = _rendered(chat, _with(messages, number, tool_calls=changed), tools)
-        return found is None or _differs(found, text, spans)
-
+def _parts(message: Message, counts: bool) -> Iterator[_Part]:
+    """Yields what may be read of a message, but its role, its content, and its thinking if it counts."""
+    calls, emptied = message.get("tool_calls") or [], {"arguments": {}, "name": ""}
     for nth, call in enumerate(calls):
-        others = calls[:nth], calls[nth + 1 :]
-        if not reads([*others[0], *others[1]]):
-            raise _left_out("tool_calls", nth, number)
-        inner = call.get("function")
+        inner, found = call.get("function"), [_Part(f"call {nth + 1} of tool_calls", {}, None, needed=True)]
         for key, value in (call if inner is None else {**inner, **call}).items():
-            if key in ("function", "type") or value in ("", [], {}, None):
-                continue
-            emptied = {"arguments": {}, "name": ""}
-            within = call if key in call else inner
-            changed = {name: one for name, one in within.items() if name != key}
-            changed |= {key: emptied[key]} if key in emptied else {}
-            changed = changed if key in call else {**call, "function": changed}
-            if reads([*others[0], changed, *others[1]]):
-                continue
-            if key in emptied:
-                raise _left_out(f"{key} in tool_calls", nth, number)
-            yield f"{key!r} in tool_calls"
+            if key not in ("function", "type") and value not in ("", [], {}, None):
+                within = call if key in call else inner
+                changed = {name: one for name, one in within.items() if name != key}
+                changed |= {key: emptied[key]} if key in emptied else {}
+                changed = changed if key in call else {**call, "function": changed}
+                found.append(_Part(f"{key!r} in tool_calls", changed, None, key in emptied))
+        for part in found:
+            instead = [*calls[:nth], *([part.without] if part.without else []), *calls[nth + 1 :]]
+            yield part._replace(without={**message, "tool_calls": instead})
+    for key in sorted({*message} - {*_OF_ALL, *THOUGHT}):
+        if (value := message[key]) not in ("", [], {}):
+            without = {name: one for name, one in message.items() if name != key}
+            yield _Part(f"{key!r} in messages", without, {**message, key: f"{_PROBE}{value}{_PROBE}"})
+    if not counts and _thought(message):
+        without = {name: one for name, one in message.items() if name not in THOUGHT}
+        yield _Part(f"{THOUGHT[0]!r} in messages that don't count", without)
 
 
 def _alike(one: str, other: str) -> int:
     """Returns how many letters two texts begin alike with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-def _left_out(what: str, nth: int, number: int) -> ChatError:
-    return ChatError(
-        f"the chat template leaves {what} out (call {nth + 1} of message {number + 1}); use the template of "
-        "a model that calls tools, or put the calls into content"
-    )
 
 
 def _differs(found: str, text: str, spans: Spans | None) -> bool:
