@@ -14,6 +14,7 @@ from tests.helpers.refusals import named, refused
 from trainer.data.formats import tokenized as module
 from trainer.data.formats.chat import Chat, open_tokenizer
 from trainer.data.formats.conversations import RowSplit, splits_of
+from trainer.data.formats.messages import asked_of
 from trainer.data.formats.tokenized import tokenized
 from trainer.errors import BadInputError
 
@@ -177,6 +178,18 @@ def test_bad_rows_are_counted_by_reason(chat: Chat, tmp_path: Path) -> None:
     lines(file, *[FAULTS[1]] * 1000)
     with refused(file, "line 1", "100 100"):
         tokenized(RowSplit((file,)), chat, "completions", 99, budget=1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [("", "what"), (" ", "what"), (None, "what"), ("is it", "what\nis it")]
+)
+def test_what_alpaca_asks(given: str | None, asked: str, chat: Chat, tmp_path: Path) -> None:
+    """As LLaMA-Factory and others join the columns; also where it is asked by predict."""
+    row = {"instruction": "what", "input": given, "output": "four!"}
+    split = RowSplit((lines(tmp_path / "a.jsonl", row),))
+    wanted = chat.render([{"role": "user", "content": asked}, {"role": "assistant", "content": "four!"}])
+    assert texts(chat, split, "all")[0].rstrip() == wanted.rstrip()
+    assert asked_of(row).messages == [{"role": "user", "content": asked}]
 
 
 def test_a_file_of_one_row_lacks_one_to_measure_on(chat: Chat, tmp_path: Path) -> None:
