@@ -380,6 +380,17 @@ def test_files_of_a_split(tmp_path: Path) -> None:
     beside = {name: splits_of(tmp_path / name, None)[0].beside for name in "abcd"}
     wanted = {"a": ("old.jsonl",), "b": (), "c": ("more.jsonl.gz",), "d": ("README.md", "extra.csv")}
     assert beside == wanted
+    for name in (
+        "train_sft-00000-of-00002",
+        "train_sft-00001-of-00002",
+        "test_sft-00000-of-00001",
+        "train_gen",
+    ):
+        lines(tmp_path / "e" / "data" / f"{name}.parquet")
+    assert [len(names) for names, _ in files(tmp_path / "e", "test_sft")] == [2, 1]
+    for folder in (tmp_path / "e", tmp_path / "e" / "data"):
+        with refused("data.eval_split=test_sft"):
+            splits_of(folder, None)
     (tmp_path / "d" / "data" / "train-00001-of-00002.parquet").unlink()
     with pytest.raises(BadInputError, match=r"holds 1 of the 2 files train-…-of-00002; fetch the others"):
         splits_of(tmp_path / "d", None)

@@ -90,7 +90,13 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
     if (path / "dataset_dict.json").exists():
         learned, measured = splits(path, held)
         return RowSplit((learned,), None, column), RowSplit((measured,), None, column)
-    train = _files(path, _TRAIN) if path.is_dir() else ()
+    # As ultrachat_200k has them: train_sft-00000-of-00003.parquet, beside those of test_sft and of train_gen.
+    pairs = {f"{name}{end}": f"{_TRAIN}{end}" for end in _endings(path) for name in _HELD}
+    train = _files(path, pairs.get(held or "", _TRAIN)) if path.is_dir() else ()
+    if not train and held is None and (splits_there := [name for name in pairs if _files(path, name)]):
+        raise BadInputError(
+            f"{path}: holds several sets; choose one by data.eval_split={' or '.join(splits_there)}"
+        )
     if train:
         names = [held] if held else _HELD
         found = next((files for name in names if (files := _files(path, name))), None)
@@ -108,6 +114,13 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
         raise BadInputError(f"{path}: holds no .jsonl or .parquet files; give a file, or the folder of some")
     beside = _beside(path, files) if path.is_dir() and files != (path,) else ()
     return RowSplit(files, False, column, beside), RowSplit(files, True, column)
+
+
+def _endings(folder: Path) -> list[str]:
+    """Returns what follows "train" in the names of splits, such as "_sft"."""
+    names = (one.stem for place in (folder, folder / "data") for one in _inside(place))
+    splits = {_NUMBERED.sub(r"\1", name) for name in names if name.startswith(_TRAIN)}
+    return sorted(name.removeprefix(_TRAIN) for name in splits)
 
 
 def _files(folder: Path, split: str) -> tuple[Path, ...]:
