@@ -105,15 +105,14 @@ def _samples(chat: Chat, talk: Talk, learn: str, each: bool) -> list[Learned]:
 def _together(chat: Chat, talk: Talk, learn: str) -> Learned:
     """A conversation as one sample."""
     messages, counting, tools, _ = talk
-    text, spans = turns(chat, messages, () if learn == "all" else counting, tools)
+    text, spans, alone = _turns(chat, messages, () if learn == "all" else counting, tools)
     if learn == "all":
         return Learned(text, every := [(0, len(text))], _unlearned(chat, talk, text, every))
-    reasons, otherwise = _unlearned(chat, talk, text, spans), 0
-    for number, (begin, end) in zip(counting, () if chat.marks else spans, strict=False):
-        alone = _rendered(chat, messages[: number + 1], tools) or ""
+    otherwise = 0
+    for last, (begin, end) in zip(alone, spans, strict=False):
         closing = next((one for one in chat.closings if text[begin:end].endswith(one)), "")
-        otherwise += not alone.startswith(text[begin:end].removesuffix(closing).rstrip(), begin)
-    return Learned(text, spans, reasons, otherwise)
+        otherwise += not last.startswith(text[begin:end].removesuffix(closing).rstrip(), begin)
+    return Learned(text, spans, _unlearned(chat, talk, text, spans), otherwise)
 
 
 def _of_turn(chat: Chat, talk: Talk, number: int) -> Learned:
@@ -245,20 +244,28 @@ def turns(
         ChatError: If the template refuses the conversation, leaves a message out, or marks another number of
             turns than the assistant has; or if a turn isn't found in the text.
     """
+    return _turns(chat, messages, counting, tools)[:2]
+
+
+def _turns(
+    chat: Chat, messages: Sequence[Message], counting: Sequence[int], tools: Any
+) -> tuple[str, Spans, list[str]]:
+    """Returns what `turns` does; and without marks for each span the text where its message is the last."""
     text, marked = chat.render_marked(messages, tools)
     _check_kept(chat, messages, tools, text)
     if chat.marks and counting:
         _check_marks(chat, messages, tools)
         assistants = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
         if len(marked) > len(assistants) and len(counting) == len(assistants):
-            return text, marked  # a turn in several blocks
+            return text, marked, []  # a turn in several blocks
         if len(marked) != len(assistants):
             raise ChatError(
                 f"the chat template marks {len(marked)} turns by {{% generation %}}, but the assistant has "
                 f"{len(assistants)}"
             )
-        return text, [marked[assistants.index(number)] for number in counting]
-    return text, [_turn(chat, messages, number, tools, text) for number in counting]
+        return text, [marked[assistants.index(number)] for number in counting], []
+    found = [_turn(chat, messages, number, tools, text) for number in counting]
+    return text, [(begin, end) for begin, end, _ in found], [last for *_, last in found]
 
 
 def _check_marks(chat: Chat, messages: Sequence[Message], tools: Any) -> None:
@@ -277,8 +284,10 @@ def _check_marks(chat: Chat, messages: Sequence[Message], tools: Any) -> None:
         )
 
 
-def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
-    """Returns begin and end of an assistant's turn in the text, for a template without {% generation %}.
+def _turn(
+    chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str
+) -> tuple[int, int, str]:
+    """Returns begin and end of an assistant's turn in a text without marks, and the text that ends with it.
 
     The turn begins after the messages before it, rendered with the generation prompt. It ends where the
     messages up to and with it end, rendered alone.
@@ -302,7 +311,7 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
             "is taken out)"
         )
     # Some templates end a turn only where another follows.
-    return len(before), end + chat.closed(text[end:])
+    return len(before), end + chat.closed(text[end:]), upto
 
 
 def _otherwise(number: int) -> str:
