@@ -88,8 +88,9 @@ def prompts_of(file: Path) -> Iterator[tuple[str, Talk]]:
 def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> Chat | None:
     """Opens the tokenizer and chat template of conversations; returns None for other data."""
     if data.name != "conversations":
-        if config.prompts:
-            raise BadInputError("language.prompts are answered with data.name=conversations; leave them out")
+        for key in ("prompts", "turns", "chat_template_kwargs"):
+            if getattr(config, key) != LanguageConfig.model_fields[key].default:
+                raise BadInputError(f"language.{key} is for data.name=conversations; leave it out")
         return None
     if config.text == "stream":
         raise BadInputError(

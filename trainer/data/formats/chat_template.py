@@ -1,7 +1,8 @@
 """Chat templates: jinja2 programs of strangers, run in its sandbox as `transformers` does."""
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,7 @@ def _environment() -> Any:
 def unmarked(marked: str) -> tuple[str, Spans]:
     """Takes the marks of {% generation %} out of a text; where in it they stood."""
     parts, spans, begin, length = list[str](), Spans(), 0, 0
-    for part in _split(marked):
+    for part in re.split(f"([{_MARKS}])", marked):
         if part == _MARKS[0]:
             begin = length
         elif part == _MARKS[1]:
@@ -117,13 +118,3 @@ def unmarked(marked: str) -> tuple[str, Spans]:
             parts.append(part)
             length += len(part)
     return "".join(parts), spans
-
-
-def _split(marked: str) -> Iterator[str]:
-    at = 0
-    for place, letter in enumerate(marked) if _MARKS[0] in marked else ():
-        if letter in _MARKS:
-            yield marked[at:place]
-            yield letter
-            at = place + 1
-    yield marked[at:]
