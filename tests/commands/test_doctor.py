@@ -20,7 +20,7 @@ from trainer.cli import main
 from trainer.commands.doctor import doctor as examine
 from trainer.commands.doctor.doctor import CHECKS, judge_facts, print_findings
 from trainer.commands.doctor.facts import CheckResult, Gpus, Software, fine
-from trainer.host.disks import Data
+from trainer.host.disks import Data, read_data
 from trainer.host.engine import run_words
 from trainer.host.stacks import read_stacks, stack_fitting, unsupported
 from trainer.train import provenance
@@ -180,7 +180,8 @@ def test_no_line_asks_for_more_than_the_machine_has() -> None:
 
 
 def test_data_behind_a_url_is_fine() -> None:
-    assert judge_facts(healthy(data=Data("s3://bucket/pets")))["data.path"].status == "ok"
+    for path in ("s3://bucket/pets", "hub:org/talks@main"):
+        assert judge_facts(healthy(data=read_data(path)))["data.path"].status == "ok"
 
 
 def test_interfaces_by_their_first_letters() -> None:

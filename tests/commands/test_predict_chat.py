@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from tests.helpers.toys import make_recipe
 from trainer.cli import main
 from trainer.commands.export.hf import write_for_library
 from trainer.commands.predict.text import show_text
-from trainer.errors import BadInputError
 from trainer.models.gpt import GPT
 from trainer.models.hf import HfLanguage
 from trainer.observe.text import printable
@@ -36,9 +35,13 @@ class Chat:
     eos, turn_end = END, TEMPLATE
     asked = ""
 
-    def render(self, messages: Sequence[dict[str, str]], generation_prompt: bool) -> str:
-        assert generation_prompt
-        return f"<{messages[0]['role']}>{messages[0]['content']}<assistant>"
+    def given(self, keys: Mapping[str, Any]) -> "Chat":
+        assert not keys
+        return self
+
+    def render(self, messages: Sequence[dict[str, str]], tools: Any, generation_prompt: bool) -> str:
+        assert generation_prompt and not tools
+        return "".join(f"<{one['role']}>{one['content']}" for one in messages) + "<assistant>"
 
     def encode(self, texts: Sequence[str]) -> Iterator[Any]:
         self.asked = texts[0]
@@ -60,7 +63,7 @@ class Says(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(1, tokens.shape[1], 256)
-        logits[0, -1, self.answer[self.said]] = 1.0
+        logits[0, -1, self.answer[self.said % len(self.answer)]] = 1.0
         self.said += 1
         return logits
 
@@ -76,9 +79,10 @@ def answered(model: Says, chat: Chat, folder: Path | None = None, **options: Any
         "tokens": 40,
         "temperature": 0.0,
         "seed": 0,
-        "tokenizer": None,
+        **dict.fromkeys(("tokenizer", "system", "prompts")),
+        "top_p": 1.0,
     }
-    return show_text(run, argparse.Namespace(**{**given, "prompt": "why?", **options}))
+    return show_text(run, argparse.Namespace(**{**given, "prompt": ["why?"], **options}))
 
 
 @pytest.mark.parametrize("end", [END, TURN, TEMPLATE])
@@ -98,9 +102,93 @@ def test_it_ends_after_so_many_tokens(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "and\n"
 
 
-def test_nothing_said_is_one_line() -> None:
-    with pytest.raises(BadInputError, match="give --prompt TEXT"):
-        answered(Says(b"", END), Chat(), prompt=None)
+def test_nothing_said_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "none.txt").write_text("\n \n")
+    none = tmp_path / "none.txt"
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("--prompt", {"prompt": None}),
+        ("--prompts", {"prompts": none}),
+        ("--prompts", {"prompt": None, "prompts": none}),
+        ("--top-p", {"top_p": 0.0}),
+        ("--top-p", {"top_p": 1.5}),
+    ]
+    for flag, keys in wrong:
+        with refused(flag):
+            answered(Says(b"", END), Chat(), **keys)
+
+
+def test_several_turns_and_a_system_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat()
+    assert answered(Says(b"so", END), chat, prompt=["why?", "and?"], system="Be kind") == 0
+    assert capsys.readouterr().out == "so\nso\n"
+    assert chat.asked == "<system>Be kind<user>why?<assistant>so<user>and?<assistant>"
+
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "why?"},
+    {"messages": [{"role": "human", "content": "why?"}, {"role": "assistant", "content": "not read"}]},
+    {"conversations": [{"from": "human", "value": "why?"}]},
+    {"prompt": [{"role": "user", "content": "why?"}], "completion": "not read"},
+    {"instruction": "why?", "output": "not read"},
+]
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl"])
+@pytest.mark.parametrize("system", [None, "Be kind"])
+def test_a_file_of_prompts(
+    form: str, system: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, chat = tmp_path / f"a.{form}", Chat()
+    file.write_text("why?\n" * 5 if form == "txt" else "".join(json.dumps(row) + "\n" for row in ROWS))
+    assert answered(Says(b"so", END), chat, prompt=None, prompts=file, system=system) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    wanted = [{"role": "user", "content": "why?"}]
+    if system is not None:
+        wanted.insert(0, {"role": "system", "content": system})
+    assert answers == [{"messages": wanted, "answer": "so"}] * 5
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        ({"text": "a"}, "text"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, ""),
+        ({"prompt": 3}, "prompt 3"),
+        ({"prompt": "a " * 99}, "200 64"),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, "--system"),
+    ],
+)
+def test_a_row_that_cannot_be_answered_is_named_before_any_is(
+    row: dict[str, Any], names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row) + "\n")
+    with refused(f"{file}: line 2", *names.split()[1:]):
+        answered(Says(b"so", END), Chat(), prompt=None, prompts=file, system="a" if "--" in names else None)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
+def test_what_is_drawn_from_is_what_transformers_draws_from(top_p: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    from trainer.models.gpt import generated
+
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 3
+
+    class Fixed(torch.nn.Module):
+        places = None
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return logits.expand(1, tokens.shape[1], 50)
+
+    kept = transformers.TopPLogitsWarper(top_p=top_p)(None, logits[None])[0] if top_p < 1 else logits
+    drawn = generated(
+        Fixed(), torch.zeros(1, dtype=torch.int64), 400, 1.0, torch.Generator().manual_seed(1), top_p=top_p
+    )
+    theirs, random = [], torch.Generator().manual_seed(1)
+    for _ in range(400):
+        theirs.append(int(torch.multinomial(kept.softmax(0), 1, generator=random)))
+    assert list(drawn) == theirs and {*theirs} <= {*kept.isfinite().nonzero().flatten().tolist()}
 
 
 def test_another_tokenizer_is_refused() -> None:
@@ -224,8 +312,16 @@ def test_a_text_goes_on_through_a_window_of_our_gpt_and_its_prompt_is_not_cut_in
         recipe=SimpleNamespace(device="cpu"),
         task=SimpleNamespace(describe=lambda: facts),
     )
-    keys = {"files": [], "tokens": 20, "temperature": 0.0, "seed": 0, "tokenizer": None}
+    keys: dict[str, Any] = {"files": [], "tokens": 20, "temperature": 0.0, "seed": 0, "top_p": 1.0}
+    keys |= dict.fromkeys(("tokenizer", "system", "prompts"))
+    for wrong, flag in (
+        ({"system": "a"}, "--system"),
+        ({"prompts": Path("a")}, "--prompts"),
+        ({}, "--prompt"),
+    ):
+        with refused(flag):
+            show_text(run, argparse.Namespace(**{**keys, "prompt": ["a", "b"], **wrong}))
     for prompt, lines in (("ab", 0), ("abcdefgh", 0), ("abcdefghi", 1)):
-        assert show_text(run, argparse.Namespace(**keys, prompt=prompt)) == 0
+        assert show_text(run, argparse.Namespace(**keys, prompt=[prompt])) == 0
         told = capsys.readouterr()
         assert told.out.startswith(prompt) and len(told.err.splitlines()) == lines

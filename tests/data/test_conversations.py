@@ -1,6 +1,7 @@
 """Promise: rows of conversations are read whole, or refused by row in one line; what is left out counts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from tests.data.test_arrow import write
-from tests.helpers.chat_folders import TEMPLATES, chat_folder
+from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
+from tests.helpers.refusals import named, refused
 from trainer.data.formats import tokenized as module
 from trainer.data.formats.chat import Chat, open_tokenizer
 from trainer.data.formats.conversations import RowSplit, splits_of
+from trainer.data.formats.messages import asked_of
 from trainer.data.formats.tokenized import tokenized
 from trainer.errors import BadInputError
 
@@ -68,6 +71,9 @@ END = "<|im_end|>"
         ({"prompt": "Q: what? A:", "completion": f" four!{END}"}, f" four!{END}"),
         ({"prompt": [ASK], "completion": [ANSWER]}, f"the cat{END}"),
         ({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]}, f"the cat{END}"),
+        ({"instruction": "what is", "input": "it", "output": "the cat"}, f"the cat{END}"),
+        ({"instruction": "hi", "output": "yes", "text": "Hello"}, f"Hello{END}"),
+        ({"instruction": "hi", "input": None, "output": "yes"}, f"yes{END}"),
         ({"text": "Hello there"}, f"Hello there{END}"),
         ({"text": "  a\r\nb\n"}, f"  a\r\nb\n{END}"),
         (
@@ -98,20 +104,23 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
         ('{"text": "\\ud83d"}', "half of a surrogate pair"),
         ('{"text": "\\ufdd0"}', "a character that Unicode reserves"),
         ({"text": 3}, "text is 3, and should be text"),
-        ({"instruction": "a", "output": "b"}, "has 'instruction', 'output'; a row has text, or prompt"),
+        ({"instruction": "a", "answer": "b"}, "has 'instruction', 'answer'; a row has text, or prompt"),
         ({"prompt": "a"}, "has 'prompt'; a row has"),
         ({"text": "a", **TALK}, "has text and messages: name one by data.input_column"),
         ({"messages": "hi"}, "messages is 'hi', and should be a list"),
         ({"messages": [ASK, "hi"]}, r"messages\[1\] is 'hi', and should have role and content"),
         ({"messages": [ASK, {"role": "assistant", "content": 1.5}]}, r"messages\[1\]: content is 1.5"),
-        ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\]: has no content"),
+        ({"messages": [{"role": "user"}, ANSWER]}, r"messages\[0\]: has no content"),
         ({"messages": [ASK, {"role": None, "content": "a"}]}, "role is nothing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "only parts of type text"),
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "weight is 0.5, and should be 0 or 1"),
         ({"messages": [ASK, {**ANSWER, "thinking": "a", "reasoning": "b"}]}, "thinking and reasoning"),
         ({"messages": [ASK, {**ANSWER, "reasoning": ["a"]}]}, r"messages\[1\]: reasoning is"),
         ({"messages": [ASK, {**ANSWER, "reasoning": "a"}]}, "thinking of message 2"),
-        ({"conversations": [{"from": "observation", "value": "a"}]}, "from 'observation': human, gpt"),
+        (
+            {"conversations": [{"from": "observation", "value": "a"}]},
+            "from is 'observation', and should be human, gpt",
+        ),
         ({**TALK, "tools": "["}, r"tools is '\[': not JSON"),
         ({**TALK, "tools": {"name": "f"}}, "tools is {'name': 'f'}, and should be a list of objects"),
         ({**TALK, "tools": ["f"]}, "tools is 'f': not JSON"),
@@ -125,7 +134,7 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
             {"messages": [ASK, {**ANSWER, "tool_calls": [{"function": "f"}]}]},
             "function is 'f', and should be",
         ),
-        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "the chat template leaves tool_calls out"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "leaves call 1 of tool_calls out"),
     ],
 )
 def test_a_row_that_cannot_be_meant_is_named(row: Any, says: str, chat: Chat, tmp_path: Path) -> None:
@@ -134,6 +143,89 @@ def test_a_row_that_cannot_be_meant_is_named(row: Any, says: str, chat: Chat, tm
         tokenized(RowSplit((file,)), chat, "completions", 99)
     assert str(error.value).startswith(f"{file}: line 2: ")
     assert "\n" not in str(error.value)
+
+
+FAULTS: list[Any] = [
+    "{",
+    {"messages": [{"role": "user", "content": None}, ANSWER]},
+    {"messages": [{"role": "user"}, ANSWER]},
+    {"messages": [{"role": "user"}, {"role": "user"}, ANSWER]},
+    {"conversations": [{"from": "chatgpt", "value": "a"}]},
+    {"messages": [ASK, {**ANSWER, "reasoning": "a"}]},
+]
+
+
+@pytest.mark.parametrize("nth", range(len(FAULTS)))
+def test_one_bad_row_does_not_end_a_start(nth: int, chat: Chat, tmp_path: Path) -> None:
+    fault = FAULTS[nth]
+    file = lines(tmp_path / "a.jsonl", TALK, fault if isinstance(fault, dict) else fault + "\n", *[TALK] * 8)
+    found = tokenized(RowSplit((file,)), chat, "completions", 99, budget=0.1)
+    assert [(one.count, one.first) for one in found.left_out] == [(1, "a.jsonl: line 2")]
+    assert found.text.begins is not None and len(found.text.begins) == 9
+    for budget in (0.0, 0.01):
+        with refused(file, "line 2") if not budget else nullcontext():
+            tokenized(RowSplit((file,)), chat, "completions", 99, budget=budget)
+    lines(file, *[fault if isinstance(fault, dict) else fault + "\n"] * 2, *[TALK] * 8)
+    with refused(file, "line 1", "2 10", "data.corrupt_budget", "1"):
+        tokenized(RowSplit((file,)), chat, "completions", 99, budget=0.1)
+
+
+def test_bad_rows_are_counted_by_reason(chat: Chat, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", *[TALK] * 4, *(one for one in FAULTS if isinstance(one, dict)))
+    found = tokenized(RowSplit((file,)), chat, "completions", 99, budget=1.0)
+    assert [one.count for one in found.left_out] == [3, 1, 1]
+    assert named(found.left_out[0].reason, "messages[0]")
+    lines(file, *[FAULTS[1]] * 1000)
+    with refused(file, "line 1", "100 100"):
+        tokenized(RowSplit((file,)), chat, "completions", 99, budget=1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [("", "what"), (" ", "what"), (None, "what"), ("is it", "what\nis it")]
+)
+def test_what_alpaca_asks(given: str | None, asked: str, chat: Chat, tmp_path: Path) -> None:
+    """As LLaMA-Factory and others join the columns; also where it is asked by predict."""
+    row = {"instruction": "what", "input": given, "output": "four!"}
+    split = RowSplit((lines(tmp_path / "a.jsonl", row),))
+    wanted = chat.render([{"role": "user", "content": asked}, {"role": "assistant", "content": "four!"}])
+    assert texts(chat, split, "all")[0].rstrip() == wanted.rstrip()
+    assert asked_of(row).messages == [{"role": "user", "content": asked}]
+
+
+def test_a_file_of_one_row_lacks_one_to_measure_on(chat: Chat, tmp_path: Path) -> None:
+    learned, held = splits_of(lines(tmp_path / "a.jsonl", TALK), None)
+    assert len(texts(chat, held)) == 1
+    with refused(tmp_path / "a.jsonl", "train.jsonl", "val.jsonl"):
+        texts(chat, learned)
+
+
+def test_each_turn_is_a_sample_of_its_own(tmp_path: Path) -> None:
+    chat = open_tokenizer(chat_folder(tmp_path / "chat", "qwen3"))
+    file = lines(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER, ASK, {**ANSWER, "content": "no"}]}, TALK)
+    thought = "<think>\n\n</think>\n\n"
+    together = tokenized(RowSplit((file,)), chat, "completions", 99)
+    assert any(note.startswith("1 ") and named(note, "language.turns=each") for note in together.notes)
+    assert texts(chat, RowSplit((file,)))[0] == f"the cat{END}{thought}no{END}"
+    each = tokenized(RowSplit((file,)), chat, "completions", 99, each=True)
+    assert not any(named(note, "language.turns=each") for note in each.notes)
+    assert each.text.begins is not None and each.text.counts is not None and len(each.text.begins) == 3
+    said = chat.tokenizer.decode(each.text.tokens[each.text.counts].tolist(), skip_special_tokens=False)
+    assert said == "".join(f"{thought}{one}{END}" for one in ("the cat", "no", "the cat"))
+
+
+def test_keys_of_sharegpt_and_of_the_template_in_a_row(tmp_path: Path) -> None:
+    chat = open_tokenizer(chat_folder(tmp_path / "chat", template=f"{{{{ note or 'none' }}}}\n{CHATML}"))
+    row = {
+        "conversations": [{"from": "human", "value": "hi", "markdown": 1}, {"from": "gpt", "value": "yes"}]
+    }
+    file = lines(tmp_path / "a.jsonl", {**row, "chat_template_kwargs": {"note": "cat"}}, row)
+    found = tokenized(RowSplit((file,)), chat, "all", 99)
+    assert [(one.count, named(one.reason, "markdown")) for one in found.left_out] == [(2, True)]
+    text = chat.tokenizer.decode(found.text.tokens.tolist())
+    assert text.startswith("cat\n") and "none\n" in text
+    lines(file, {**row, "chat_template_kwargs": [1]})
+    with refused(file, "line 1", "chat_template_kwargs"):
+        tokenized(RowSplit((file,)), chat, "all", 99)
 
 
 def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> None:
@@ -147,6 +239,7 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
         {"messages": []},
     ]
     rows += [{"messages": [ASK, empty]}, {"messages": [ASK, empty, ASK, ANSWER]}, {**TALK, "id": 7}]
+    rows += [{"messages": [ASK, {"role": "assistant", "content": None}]}]
     rows += [
         {"messages": [{"role": "user", "content": "a " * 99}, ANSWER]},
         {"prompt": "b " * 99, "completion": "c"},
@@ -159,9 +252,9 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
         "1 row with an empty completion (a.jsonl: line 4)",
         "1 conversation without an assistant turn to learn from (a.jsonl: line 5)",
         "1 conversation without messages (a.jsonl: line 6)",
-        "2 conversations with an empty assistant turn (a.jsonl: line 7)",
+        "3 conversations with an empty assistant turn (a.jsonl: line 7)",
         "1 row with 'id', which isn't read (a.jsonl: line 9)",
-        "2 conversations of more than 99 tokens (a.jsonl: line 10)",
+        "2 conversations of more than 99 tokens (a.jsonl: line 11)",
     ]
     notes = "\n".join(found.notes)
     assert "4 rows of" in notes
@@ -169,7 +262,7 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
     odd |= {"tools": [CALL]}
     more = [odd, {"text": "a", "completion": "b"}, {**TALK, "prompt": "a"}]
     found = tokenized(RowSplit((lines(tmp_path / "c.jsonl", *more),)), chat, "completions", 99)
-    reads = "which the chat template doesn't read (c.jsonl: line 1)"
+    reads = "which the chat template doesn't write into what is learned (c.jsonl: line 1)"
     assert [str(one) for one in found.left_out] == [
         f"1 conversation with 'name' in messages, {reads}",
         f"1 conversation with 'reasoning_content' in messages that don't count, {reads}",
@@ -178,7 +271,7 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
         "1 row with 'prompt', which isn't read (c.jsonl: line 3)",
     ]
     assert "1 texts are longer than language.sequence_length, and cut" in notes
-    assert "1 rows hold the text of a special token" in notes and "a.jsonl: line 13: <|im_end|>" in notes
+    assert "1 rows hold the text of a special token" in notes and "a.jsonl: line 14: <|im_end|>" in notes
     with pytest.raises(BadInputError, match=r"nothing to learn from is left \(1 conversation of more than 5"):
         tokenized(RowSplit((lines(tmp_path / "b.jsonl", TALK),)), chat, "completions", 5)
 
@@ -287,6 +380,17 @@ def test_files_of_a_split(tmp_path: Path) -> None:
     beside = {name: splits_of(tmp_path / name, None)[0].beside for name in "abcd"}
     wanted = {"a": ("old.jsonl",), "b": (), "c": ("more.jsonl.gz",), "d": ("README.md", "extra.csv")}
     assert beside == wanted
+    for name in (
+        "train_sft-00000-of-00002",
+        "train_sft-00001-of-00002",
+        "test_sft-00000-of-00001",
+        "train_gen",
+    ):
+        lines(tmp_path / "e" / "data" / f"{name}.parquet")
+    assert [len(names) for names, _ in files(tmp_path / "e", "test_sft")] == [2, 1]
+    for folder in (tmp_path / "e", tmp_path / "e" / "data"):
+        with refused("data.eval_split=test_sft"):
+            splits_of(folder, None)
     (tmp_path / "d" / "data" / "train-00001-of-00002.parquet").unlink()
     with pytest.raises(BadInputError, match=r"holds 1 of the 2 files train-…-of-00002; fetch the others"):
         splits_of(tmp_path / "d", None)
@@ -303,15 +407,22 @@ def test_files_of_a_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2, 9, 10, 11, 20])
 def test_each_tenth_row_is_held_back_and_none_is_in_both(count: int, tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", *({"text": str(n)} for n in range(1, count + 1)))
-    learned, held = ([int(row["text"]) for _, row in split.rows()] for split in splits_of(file, None))
+    rows: Any = [split.rows() for split in splits_of(file, None)]
+    learned, held = ([int(row["text"]) for _, row in split] for split in rows)
     assert held == (list(range(10, count + 1, 10)) or [count])
     assert sorted(learned + held) == list(range(1, count + 1))
 
 
 def test_another_column_by_its_name(chat: Chat, tmp_path: Path) -> None:
-    row = {"prompt": "a", "completion": " b", "chosen": [ASK, ANSWER], "body": "Hello"}
+    row = {"prompt": "a", "completion": " b", "chosen": [ASK, ANSWER], "body": "Hello", "text": "naïve"}
+    row |= {"instruction": "what", "output": "four!"}
     file = lines(tmp_path / "a.jsonl", row)
-    for column, counts in (("chosen", f"the cat{END}"), ("body", f"Hello{END}"), ("prompt", f" b{END}")):
+    for column, counts in (
+        ("chosen", f"the cat{END}"),
+        ("body", f"Hello{END}"),
+        ("prompt", f" b{END}"),
+        ("instruction", f"four!{END}"),
+    ):
         assert texts(chat, RowSplit((file,), None, column)) == [counts]
     with pytest.raises(BadInputError, match=r"no 'gone', which data\.input_column names"):
         texts(chat, RowSplit((file,), None, "gone"))

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.helpers.chat_folders import chat_folder
-from tests.helpers.refusals import refused
+from tests.helpers.chat_folders import TEMPLATES, chat_folder
+from tests.helpers.refusals import named, refused
 from tests.helpers.small_gpt import SMALL
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
+from trainer.config.tasks import LanguageConfig
 from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.chat import open_tokenizer
 from trainer.data.formats.documents import NO_TARGET, SEGMENT, TARGETS
@@ -142,6 +143,37 @@ def test_a_sample_and_a_micro_batch_without_a_token_that_counts_weigh_nothing(tm
             assert torch.allclose(before[name] - found[name], parameter.grad, rtol=1e-8, atol=1e-12), name
 
 
+@pytest.mark.usefixtures("rows")
+def test_turns_and_keys_of_the_template_reach_the_samples(tmp_path: Path) -> None:
+    chat_folder(tmp_path / "chat", template="{{ 'Hello ' if hello else '' }}" + TEMPLATES["qwen3"])
+    plain, each, greeted = (
+        make_task(recipe_of(tmp_path, **keys))
+        for keys in ({}, {"turns": "each"}, {"chat_template_kwargs": {"hello": True}})
+    )
+    assert all(isinstance(one, Language) for one in (plain, each, greeted))
+    notes = ["\n".join(one.notes) for one in (plain, each, greeted)]  # type: ignore[attr-defined]
+    assert named(notes[0], "13 rows", "6", "language.turns=each") and named(notes[1], "19 turns")
+    facts = [one.describe() for one in (plain, each, greeted)]
+    assert [one.get("turns") for one in facts] == [None, "each", None]
+    assert facts[0]["chat_sha256"] == facts[1]["chat_sha256"] != facts[2]["chat_sha256"]
+    assert len({one.train_data.fingerprint() for one in (plain, each, greeted)}) == 3
+
+
+def test_each_turn_goes_with_what_counts() -> None:
+    with refused("language.turns", "language.learn", by=ValueError):
+        LanguageConfig(turns="each", learn="all")
+
+
+def test_one_bad_row_of_a_recipe_is_left_out(rows: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [{"no": 1}, *rows]))
+    recipe = recipe_of(tmp_path)
+    found, *_ = left_out_of(make_task(recipe))["training data"]
+    assert (found.count, found.first) == (1, "train.jsonl: line 1") and named(found.reason, "'no'")
+    recipe.data.corrupt_budget = 0.0
+    with refused(tmp_path / "train.jsonl", "line 1"):
+        make_task(recipe)
+
+
 def test_an_evaluation_set_of_its_own_and_what_is_left_out(rows: list[Any], tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Hello", "id": 3}) + "\n" + json.dumps(rows[0]))
     recipe = recipe_of(tmp_path)
@@ -167,6 +199,11 @@ def test_an_evaluation_set_of_its_own_and_what_is_left_out(rows: list[Any], tmp_
         ({"tokenizer": None}, "language.tokenizer=FOLDER"),
         ({"vocabulary": 100}, "language.vocabulary=100"),
         ({"sequence_length": 3}, "train.jsonl 13 3"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "language.chat_template_kwargs enable_thinking",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "language.chat_template_kwargs messages"),
     ],
 )
 def test_what_does_not_go_together(language: Any, says: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Configuration of the data, and of how it reaches the device."""
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -22,6 +23,9 @@ Check = Literal["fast", "full", "none"]
 Exif = Literal["auto", "apply", "ignore"]
 EVAL_CROP = 0.875
 _Share = Annotated[float, Field(gt=0, le=1)]
+_PART = r"(?!\.)[\w.-]+"  # no way out of a folder
+_PARTS = rf"{_PART}(?:/{_PART})*"
+HUB_SET = re.compile(rf"hub:(?P<repository>{_PART}/{_PART})@(?P<revision>{_PARTS})(?::(?P<below>{_PARTS}))?")
 _SCHEMES = ("s3", "https", "http")
 
 
@@ -66,7 +70,8 @@ class DataConfig(LoaderConfig):
     name: Kind = Field("digits", description=described_formats())
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
         None,
-        description="path of the data: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",
+        description="path of the data: a folder, for shards and pack s3://BUCKET/PATH or https://HOST/PATH, "
+        "for conversations hub:OWNER/NAME@REVISION[:FOLDER]",
     )
     cache: Path | None = Field(None, description="local folder for copies of remote data; jobs may share it")
     cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = Field(
@@ -86,7 +91,11 @@ class DataConfig(LoaderConfig):
         "quarantine (that, and the run folder's quarantine.jsonl names it)",
     )
     corrupt_budget: float = Field(
-        0.001, ge=0, le=1, description="fraction of the samples that may be corrupt before the run fails"
+        0.001,
+        ge=0,
+        le=1,
+        description="fraction of the samples that may be corrupt before the run fails, and of the rows of "
+        "conversations that can't be meant",
     )
     check: Check = Field(
         "fast",
@@ -242,6 +251,12 @@ class DataConfig(LoaderConfig):
                 f"data.path is set but data.name={self.name} doesn't read it; "
                 "add data.name=folder, or table, shards, pack"
             )
+        for name in (str(self.path), *(self.mix or ())):
+            if name.startswith("hub:") and (self.name != "conversations" or not HUB_SET.fullmatch(name)):
+                raise ValueError(
+                    f"data.path={name}: data.name=conversations reads hub:OWNER/NAME@REVISION, such as "
+                    "hub:HuggingFaceH4/no_robots@main, or a file or folder of it, as in …@main:data"
+                )
         return self
 
     @model_validator(mode="after")

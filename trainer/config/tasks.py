@@ -1,7 +1,7 @@
 """Configuration keys that belong to one task."""
 
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -81,6 +81,17 @@ class LanguageConfig(GPTConfig):
         description="which tokens count in the loss: completions (and each turn of an assistant), last (of a "
         "conversation the assistant's last turn) or all (conversations)",
     )
+    turns: Literal["together", "each"] = Field(
+        "together",
+        description="together (a conversation is one sample) or each (a sample for each turn that counts, of "
+        "what comes before and the turn, rendered as for generation) (conversations)",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        json_schema_extra={"words": "{name: value}"},
+        description="what the chat template is given beside messages and tools, such as {enable_thinking: "
+        "false}; a row's own come first (conversations)",
+    )
     tokenizer: Path | None = Field(
         None,
         description="folder of a model, for tokenizer.json and chat template; default: the model's own "
@@ -113,6 +124,15 @@ class LanguageConfig(GPTConfig):
     dtype: Literal["uint16", "uint32"] | None = Field(
         None, description="dtype of token files without a JSON file beside them, such as nanoGPT's"
     )
+
+    @model_validator(mode="after")
+    def _turns_are_what_counts(self) -> "LanguageConfig":
+        if self.turns == "each" and self.learn == "all":
+            raise ValueError(
+                "language.turns=each makes a sample of each turn that counts, and language.learn=all counts "
+                "everything: leave one of them out"
+            )
+        return self
 
 
 class AudioConfig(Section):

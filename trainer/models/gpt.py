@@ -336,6 +336,16 @@ def cut_after(model: nn.Module, tokens: int) -> str:
     return f"ends after {tokens:,} tokens, where the model's {places_of(model):,} places are full"
 
 
+def _likeliest(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Logits (vocabulary,) of the fewest tokens of probability `top_p` together at least; others are -inf."""
+    if top_p >= 1:
+        return logits
+    ordered, places = logits.sort()
+    others = ordered.softmax(0).cumsum(0) <= 1 - top_p
+    others[-1] = False
+    return logits.masked_fill(others.scatter(0, places, others), float("-inf"))
+
+
 @torch.no_grad()
 def generated(
     model: nn.Module,
@@ -345,6 +355,7 @@ def generated(
     generator: torch.Generator | None = None,
     whole: bool = False,
     window: bool = False,
+    top_p: float = 1.0,
 ) -> Iterator[int]:
     """Generates tokens after a prompt, one by one; without `window` until the model's places are full.
 
@@ -356,6 +367,7 @@ def generated(
         generator: Random generator on the same device.
         whole: True to compute the whole text again for each token, by a call of the model as in training.
         window: True to go on beyond the model's places, where it sees the last `places` tokens alone.
+        top_p: Probability of the likeliest tokens that are drawn from, above 0.
 
     Yields:
         Each generated token.
@@ -376,6 +388,7 @@ def generated(
         if temperature == 0:
             chosen = logits.argmax().view(1)
         else:
-            chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+            drawn = _likeliest(logits / temperature, top_p).softmax(0)
+            chosen = torch.multinomial(drawn, 1, generator=generator)
         tokens = torch.cat((tokens, chosen))
         yield int(chosen)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from typing_extensions import assert_never
 
-from trainer.config.data import DataConfig, at_home
+from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.models import HF, opens
 from trainer.config.registry import named
@@ -42,7 +42,7 @@ from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
 from trainer.models.hf_files import hf_config_hash, hf_vocabulary
 from trainer.rng import Ints
-from trainer.tasks.conversations import check_prompts, concatenate_sets, open_chat
+from trainer.tasks.conversations import check_prompts, concatenate_sets, local_path, open_chat
 
 _RANDOM_VOCABULARY = 256
 _LARGEST_LOSS = 700.0  # whose exponential is a number
@@ -78,7 +78,7 @@ class Language:
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
         elif self.chat is not None:
-            paths = [path] if data.mix is None else [at_home(Path(one), "data.mix") for one in data.mix]
+            paths = [path] if data.mix is None else [local_path(Path(one), "data.mix") for one in data.mix]
             sets = [splits_of(one, data.eval_split, data.input_column) for one in paths]
             read = [self._conversations(one) for one, _ in sets]
             self._about, self._told = read[0][1], tuple(line for one in read for line in one[2])
@@ -155,6 +155,7 @@ class Language:
             "padding": self.padding,
             **({"model_config": hf_config_hash(self._name)} if self._name.startswith(HF) else {}),
             **({"chat_sha256": self.chat.sha256, "learn": self._config.learn} if self.chat else {}),
+            **({"turns": self._config.turns} if self._config.turns != "together" else {}),
         }
 
     def model(self) -> nn.Module:
@@ -241,7 +242,15 @@ class Language:
     def _conversations(self, split: RowSplit) -> tuple[ArrayDataset, Text, tuple[str, ...]]:
         """Samples of conversations, the text that they are of, and what is to be said of it."""
         assert self.chat is not None
-        text, left_out, notes = tokenized(split, self.chat, self._config.learn, self._config.sequence_length)
+        config = self._config
+        text, left_out, notes = tokenized(
+            split,
+            self.chat,
+            config.learn,
+            config.sequence_length,
+            config.turns == "each",
+            self._data.corrupt_budget,
+        )
         if self._name.startswith(HF):
             hf_vocabulary(self._name, int(text.tokens.max()) + 1)
         samples = self._samples(text, measured=True)
@@ -353,7 +362,7 @@ def _path(data: DataConfig) -> Path:
         }
         what = wanted.get(data.name, "FILE, a text")
         raise BadInputError(f"data.path is missing: data.name={data.name} needs data.path={what}")
-    path = at_home(data.path, "data.path")
+    path = local_path(data.path)
     if data.name in ("tokens", "hf"):
         check_folder(path)
     return path

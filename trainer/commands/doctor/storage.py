@@ -72,6 +72,8 @@ def data_reads(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         return unavailable(
             f"{named} reads no files" if named else "no recipe was named: trainer doctor RECIPE"
         )
+    if data.path.startswith("hub:"):
+        return fine("the data comes from the hub, into the client's cache (HF_HOME)")
     if "://" in data.path:
         return fine("the data comes through data.cache, which is looked at as a folder")
     if data.error:

@@ -46,7 +46,26 @@ def add_parser(commands: Any) -> None:
 
 def _add_text(predict: argparse.ArgumentParser) -> None:
     """Adds the options of language models."""
-    predict.add_argument("--prompt", metavar="TEXT", help="text to go on with (default: a new document)")
+    predict.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to go on with (default: a new document); what a user says, again for each further turn",
+    )
+    predict.add_argument("--system", metavar="TEXT", help="system prompt of a conversation")
+    predict.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="conversations to answer, one a line: text (.txt) or rows as in training; answered as JSON",
+    )
+    predict.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest tokens of probability P together (default: 1)",
+    )
     predict.add_argument("--tokens", type=int, default=200, metavar="N", help="to add (default: 200)")
     predict.add_argument(
         "--temperature",

@@ -25,8 +25,9 @@ def predict(options: argparse.Namespace) -> int:
     if options.samples < 1 or options.top < 1 or not 0 <= options.score <= 1:
         raise BadInputError("--samples and --top: give a number from 1 on; --score: from 0 to 1")
     run = open_run(options.folder, options.set)
-    if options.prompt is not None and run.recipe.task != "language":
-        raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")
+    for flag in ("prompt", "prompts", "system"):
+        if getattr(options, flag) is not None and run.recipe.task != "language":
+            raise BadInputError(f"--{flag}: {run.folder} is of task={run.recipe.task}, which takes no text")
     if options.out is not None and run.recipe.task in TASKS and run.recipe.task != "detection":
         raise BadInputError(f"--out: boxes are drawn, and task={run.recipe.task} has none; leave it out")
     if run.recipe.task in TASKS:

@@ -1,21 +1,25 @@
 """Completions by a language model."""
 
 import argparse
+import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 import torch
 
+from trainer.data.formats.chat import Chat, Message
 from trainer.data.formats.encoders import Encoder, read_tokenizer
+from trainer.data.formats.messages import Talk
 from trainer.data.formats.text import decode_text as decode, encode_text as encode
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.gpt import GPT, cut_after, generated, places_of, room_after
 from trainer.models.hf_files import end_tokens
 from trainer.observe.console import warn
 from trainer.observe.text import printable
-from trainer.tasks.conversations import check_room, prompt_tokens
+from trainer.tasks.conversations import check_room, prompt_tokens, prompts_of
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun
 
@@ -29,12 +33,18 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     if not 0 <= options.seed < 1 << 63:
         raise BadInputError(f"--seed {options.seed}: give a number from 0 to 2^63 - 1")
     facts = run.task.describe()
+    if not 0 < options.top_p <= 1:
+        raise BadInputError(f"--top-p {options.top_p}: give a number above 0, to 1")
     device = torch.device(device_kind(run.recipe))
-    random = torch.Generator(device).manual_seed(options.seed)
     if (chat := getattr(run.task, "chat", None)) is not None:
-        return _chat(run, chat, options, device, random)
+        return _chat(run, chat, options, device)
+    for flag, given in (("--system", options.system), ("--prompts", options.prompts), ("--prompt", None)):
+        if given is not None or (flag == "--prompt" and len(options.prompt or ()) > 1):
+            raise BadInputError(
+                f"{flag}: the run isn't on conversations; give one --prompt TEXT to go on with"
+            )
     encoder = encoder_of(options.tokenizer, facts)
-    prompt = _tokens(options.prompt or "", facts, encoder)
+    prompt = _tokens((options.prompt or [""])[0], facts, encoder)
     begun = torch.tensor(prompt or [_first(facts)], device=device)
     window = isinstance(run.model, GPT)  # a sample begins anywhere in the text, so it may go on from a part
     places = places_of(run.model)
@@ -45,9 +55,7 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
             f"--prompt has {len(begun):,} tokens, of which the model sees the last {places:,} "
             "(language.sequence_length)"
         )
-    tokens = generated(
-        run.model.to(device), begun, options.tokens, options.temperature, random, window=window
-    )
+    tokens = _drawn(run, begun, options, torch.Generator(device).manual_seed(options.seed), window)
     added = list(takewhile(lambda token: token != facts["end_of_document"], tokens))
     print(printable(_text([*prompt, *added], facts, encoder)))
     if not window:
@@ -55,29 +63,88 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _chat(
-    run: OpenedRun, chat: Any, options: argparse.Namespace, device: torch.device, random: torch.Generator
-) -> int:
-    """Prints an assistant's answer as it comes: one turn of a run on conversations."""
-    if not options.prompt:
-        raise BadInputError("a model of conversations answers: give --prompt TEXT, what a user says")
+def _chat(run: OpenedRun, chat: Chat, options: argparse.Namespace, device: torch.device) -> int:
+    """Prints an assistant's answers: to each --prompt in turn as it comes, or to those of a file as JSON."""
     if options.tokenizer is not None:
         raise BadInputError("--tokenizer: a run on conversations has its own; leave it out")
-    begun = torch.from_numpy(prompt_tokens(chat, options.prompt, "--prompt")).to(device)
-    check_room(run.model, len(begun), "--prompt")
+    if (options.prompts is None) == (not options.prompt):
+        raise BadInputError(
+            "a model of conversations answers: give --prompt TEXT, what a user says, or --prompts FILE"
+        )
+    system = [{"role": "system", "content": options.system}] if options.system is not None else []
     ends = end_tokens(run.recipe.model.name, chat.eos, chat.turn_end)
+
+    def answer(talk: Talk, what: str, show: bool) -> str:
+        begun = torch.from_numpy(prompt_tokens(chat, talk, what)).to(device)
+        check_room(run.model, len(begun), what)
+        return _answer(run, chat, begun, ends, options, show)
+
+    if options.prompts is not None:
+        return _file(run, chat, options, system, answer)
+    talk = Talk(system, [])
+    for prompt in options.prompt:
+        talk = talk._replace(messages=[*talk.messages, {"role": "user", "content": prompt}])
+        said = {"role": "assistant", "content": answer(talk, "--prompt", True)}
+        talk = talk._replace(messages=[*talk.messages, said])
+    return EXIT_DONE
+
+
+def _file(
+    run: OpenedRun,
+    chat: Chat,
+    options: argparse.Namespace,
+    system: Sequence[Message],
+    answer: Callable[[Talk, str, bool], str],
+) -> int:
+    """Answers a file of prompts; all of them fit before the first is answered."""
+    talks = [
+        (where, talk._replace(messages=[*system, *talk.messages]) if system else talk)
+        for where, talk in prompts_of(options.prompts)
+    ]
+    if not talks:
+        raise BadInputError(f"--prompts {options.prompts}: holds no prompt")
+    for where, talk in talks:
+        if system and talk.messages[1]["role"] == "system":
+            raise BadInputError(f"{where}: has a system prompt of its own; leave --system out")
+        check_room(run.model, len(prompt_tokens(chat, talk, where)), where)
+    for where, talk in talks:
+        said = {"messages": [dict(one) for one in talk.messages], "answer": answer(talk, where, False)}
+        print(json.dumps(said, ensure_ascii=sys.stdout.isatty()), flush=True)
+    return EXIT_DONE
+
+
+def _answer(
+    run: OpenedRun, chat: Chat, begun: torch.Tensor, ends: set[int], options: argparse.Namespace, show: bool
+) -> str:
+    """The answer to a conversation, which draws what it would draw alone; printed as it comes with `show`."""
+    random = torch.Generator(begun.device).manual_seed(options.seed)
     added, shown = list[int](), ""
-    for token in generated(run.model.to(device), begun, options.tokens, options.temperature, random):
+    for token in _drawn(run, begun, options, random):
         if token in ends:
             break
         added.append(token)
         text_so_far = chat.tokenizer.decode(added)
-        if not text_so_far.endswith("\ufffd"):  # or a letter of several tokens has only begun
+        if show and not text_so_far.endswith("\ufffd"):  # or a letter of several tokens has only begun
             print(printable(text_so_far[len(shown) :]), end="", flush=True)
             shown = text_so_far
-    print(printable(chat.tokenizer.decode(added)[len(shown) :]))
+    said: str = chat.tokenizer.decode(added)
+    if show:
+        print(printable(said[len(shown) :]))
     _tell_end(run, begun, len(added), options)
-    return EXIT_DONE
+    return said
+
+
+def _drawn(
+    run: OpenedRun,
+    begun: torch.Tensor,
+    options: argparse.Namespace,
+    random: torch.Generator,
+    window: bool = False,
+) -> Iterator[int]:
+    model = run.model.to(begun.device)
+    return generated(
+        model, begun, options.tokens, options.temperature, random, window=window, top_p=options.top_p
+    )
 
 
 def _tell_end(run: OpenedRun, begun: torch.Tensor, added: int, options: argparse.Namespace) -> None:

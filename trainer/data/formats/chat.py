@@ -6,11 +6,12 @@ tokenizers do: the template writes what begins and ends a conversation, so the t
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ _LARGEST_TEMPLATE = 1 << 20
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 _BATCH = 512  # texts that are encoded side by side
 _ANSWER = "\ufdd2"  # a Unicode noncharacter, so in no text that is read
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -68,6 +70,8 @@ class Chat(NamedTuple):
         marks: Whether the default template says by {% generation %} what an assistant writes.
         asks_date: Whether it asks for today's date.
         tokenizer: Adds nothing to a text.
+        reads: Names that the templates read of what they are given.
+        keys: What they are given beside messages, tools and special tokens: `chat_template_kwargs`.
         lossy: True if it leaves out characters that it has no token for.
         unknown: Token that stands for what the vocabulary lacks; None if there is none.
     """
@@ -85,8 +89,22 @@ class Chat(NamedTuple):
     marks: bool
     asks_date: bool
     tokenizer: "Tokenizer"
+    reads: Set[str]
+    keys: Mapping[str, Any] = MappingProxyType({})
     lossy: bool = False
     unknown: int | None = None
+
+    def given(self, keys: Mapping[str, Any]) -> "Chat":
+        """The same with more of `chat_template_kwargs`.
+
+        Raises:
+            ChatError: If a name of what the template is given anyhow is among them.
+        """
+        if odd := sorted(keys.keys() & _GIVEN):
+            raise ChatError(
+                f"chat_template_kwargs has {odd[0]!r}, which the template is given anyhow; take it out"
+            )
+        return self._replace(keys={**self.keys, **keys}) if keys else self
 
     def render(self, messages: Sequence[Message], tools: Any = None, generation_prompt: bool = False) -> str:
         """Renders messages as text.
@@ -119,7 +137,7 @@ class Chat(NamedTuple):
                     tools=tools,
                     documents=None,
                     add_generation_prompt=generation_prompt,
-                    **self.special,
+                    **{**self.special, **self.keys},
                 )
             except (MemoryError, KeyboardInterrupt):
                 raise
@@ -213,7 +231,7 @@ def open_tokenizer(folder: Path) -> Chat:
     digest = hashlib.sha256(content + json.dumps([special, sources], sort_keys=True).encode())
     eos = known.get(special.get("eos_token", ""))
     longest = sorted((text for text in added if text.strip()), key=len, reverse=True)
-    templates, marks = compiled(folder, sources)
+    templates, marks, reads = compiled(folder, sources)
     chat = Chat(
         folder,
         digest.hexdigest(),
@@ -228,6 +246,7 @@ def open_tokenizer(folder: Path) -> Chat:
         marks,
         any("strftime_now" in source for source in sources.values()),
         tokenizer,
+        reads,
     )
     closing, last = _written_after_answers(chat)
     turn_end = chat.ends.get(last)

@@ -1,7 +1,8 @@
 """Chat templates: jinja2 programs of strangers, run in its sandbox as `transformers` does."""
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,28 +19,29 @@ TODAY = "2024-07-26"
 _MARKS = "\ufdd0\ufdd1"  # no characters, by Unicode's definition: around what {% generation %} holds
 
 
-def compiled(folder: Path, sources: Mapping[str, str]) -> tuple[dict[str, "Template"], bool]:
-    """Compiles templates by name, and says whether the default one has {% generation %} blocks.
+def compiled(folder: Path, sources: Mapping[str, str]) -> tuple[dict[str, "Template"], bool, set[str]]:
+    """Compiles templates by name; whether the default one has {% generation %} blocks; what names they read.
 
     Raises:
         BadInputError: If one isn't a template.
     """
     if not sources:
-        return {}, False
-    from jinja2 import TemplateError
+        return {}, False, set()
+    from jinja2 import TemplateError, meta
 
-    made, marks = dict[str, "Template"](), False
+    made, marks, reads = dict[str, "Template"](), False, set[str]()
     for name, source in sources.items():
         environment = _environment()
         try:
             made[name] = environment.from_string(source)
+            reads |= meta.find_undeclared_variables(environment.parse(source))
         except (TemplateError, RecursionError) as error:
             raise BadInputError(
                 f"{folder}: its chat template is none that jinja2 reads ({first_line(error)}); mend "
                 "chat_template.jinja"
             ) from error
         marks = marks or (name == "default" and "has_generation" in environment.globals)
-    return made, marks
+    return made, marks, reads
 
 
 def _environment() -> Any:
@@ -107,7 +109,7 @@ def _environment() -> Any:
 def unmarked(marked: str) -> tuple[str, Spans]:
     """Takes the marks of {% generation %} out of a text; where in it they stood."""
     parts, spans, begin, length = list[str](), Spans(), 0, 0
-    for part in _split(marked):
+    for part in re.split(f"([{_MARKS}])", marked):
         if part == _MARKS[0]:
             begin = length
         elif part == _MARKS[1]:
@@ -116,13 +118,3 @@ def unmarked(marked: str) -> tuple[str, Spans]:
             parts.append(part)
             length += len(part)
     return "".join(parts), spans
-
-
-def _split(marked: str) -> Iterator[str]:
-    at = 0
-    for place, letter in enumerate(marked) if _MARKS[0] in marked else ():
-        if letter in _MARKS:
-            yield marked[at:place]
-            yield letter
-            at = place + 1
-    yield marked[at:]

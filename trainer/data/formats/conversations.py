@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.formats.arrow import ArrowTable, splits
 from trainer.data.formats.arrow_stream import import_pyarrow
+from trainer.data.formats.messages import KWARGS, RowError
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
@@ -17,14 +18,17 @@ from trainer.host.files import hash_inside, lines_inside
 
 _TRAIN = "train"
 # Keys of a row; others are counted.
-READ = ("text", "prompt", "completion", "messages", "conversations", "tools")
+READ = (
+    *("text", "prompt", "completion", "messages", "conversations", "tools"),
+    *("instruction", "input", "output", KWARGS),
+)
 _HELD = ("validation", "val", "valid", "test", "eval")
 _LINES = (".jsonl", ".json", ".ndjson")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)
 _TENTH = 10
 _ROWS = 64  # of Parquet that are read at once
 _MOST_BYTES = 4 << 30  # that a group of such rows may inflate to
-_Row = tuple[str, Mapping[str, Any]]  # where it stands, and its keys
+_Row = tuple[str, Mapping[str, Any] | RowError]  # where it stands, and its keys
 
 
 class RowSplit(NamedTuple):
@@ -53,10 +57,10 @@ class RowSplit(NamedTuple):
         return digest.hexdigest()
 
     def rows(self) -> Iterator[_Row]:
-        """Yields each row after its place: file and line or number.
+        """Yields each row after its place: file and line or number; the error where it isn't JSON.
 
         Raises:
-            BadInputError: If one isn't JSON, or a file can't be read.
+            BadInputError: If a file can't be read.
         """
         every = (one for path in self.files for one in _rows(path, (*READ, self.column)))
         if self.tenth is None:
@@ -86,7 +90,13 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
     if (path / "dataset_dict.json").exists():
         learned, measured = splits(path, held)
         return RowSplit((learned,), None, column), RowSplit((measured,), None, column)
-    train = _files(path, _TRAIN) if path.is_dir() else ()
+    # As ultrachat_200k has them: train_sft-00000-of-00003.parquet, beside those of test_sft and of train_gen.
+    pairs = {f"{name}{end}": f"{_TRAIN}{end}" for end in _endings(path) for name in _HELD}
+    train = _files(path, pairs.get(held or "", _TRAIN)) if path.is_dir() else ()
+    if not train and held is None and (splits_there := [name for name in pairs if _files(path, name)]):
+        raise BadInputError(
+            f"{path}: holds several sets; choose one by data.eval_split={' or '.join(splits_there)}"
+        )
     if train:
         names = [held] if held else _HELD
         found = next((files for name in names if (files := _files(path, name))), None)
@@ -104,6 +114,13 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
         raise BadInputError(f"{path}: holds no .jsonl or .parquet files; give a file, or the folder of some")
     beside = _beside(path, files) if path.is_dir() and files != (path,) else ()
     return RowSplit(files, False, column, beside), RowSplit(files, True, column)
+
+
+def _endings(folder: Path) -> list[str]:
+    """Returns what follows "train" in the names of splits, such as "_sft"."""
+    names = (one.stem for place in (folder, folder / "data") for one in _inside(place))
+    splits = {_NUMBERED.sub(r"\1", name) for name in names if name.startswith(_TRAIN)}
+    return sorted(name.removeprefix(_TRAIN) for name in splits)
 
 
 def _files(folder: Path, split: str) -> tuple[Path, ...]:
@@ -169,10 +186,12 @@ def _lines(file: Path) -> Iterator[_Row]:
                 row = strict_json.parse(text)
             except ValueError as error:
                 reason = str(error).replace("line 1, ", "")
-                raise BadInputError(f"{where}: {reason}; each line is a JSON object of its own") from error
-            if not isinstance(row, dict):
-                raise BadInputError(f'{where}: isn\'t a JSON object, such as {{"messages": …}}')
-            yield where, {name: value for name, value in row.items() if value is not None}
+                yield where, RowError(f"{reason}; each line is a JSON object of its own")
+                continue
+            if isinstance(row, dict):
+                yield where, {name: value for name, value in row.items() if value is not None}
+            else:
+                yield where, RowError('isn\'t a JSON object, such as {"messages": …}')
 
 
 def _no_lines(first: bytes) -> str:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from trainer.host import strict_json
@@ -10,6 +11,8 @@ from trainer.host import strict_json
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ROLES |= {"model": "assistant"}  # of Gemini's and Gemma's form
 _KNOWN = {*_ROLES.values(), "developer", "tool"}
+_ALPACA = ("instruction", "input", "output")
+KWARGS = "chat_template_kwargs"  # what a row gives its chat template
 THOUGHT = ("reasoning_content", "thinking", "reasoning")  # names of what a model thought, in a message
 _TOLD = 6  # names, in a message
 # Half of a pair, which is no text; and what Unicode reserves, which marks places here.
@@ -31,11 +34,13 @@ class Talk(NamedTuple):
         messages: Each with role, and content as text.
         counting: The messages that count in the loss, by number.
         tools: What the assistant may call.
+        keys: What else the template is given.
     """
 
     messages: Sequence[Mapping[str, Any]]
     counting: Sequence[int]
     tools: Any = None
+    keys: Mapping[str, Any] = MappingProxyType({})
 
 
 class Continuation(NamedTuple):
@@ -64,10 +69,12 @@ def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> 
             "holds half of a surrogate pair, or a character that Unicode reserves (U+FDD0 to U+FDEF)"
         )
     kind = _kind(row, column)
-    if kind == "messages":
-        return _talk(_messages(row[column or kind], kind), 0, row.get("tools"), learn)
-    if kind == "conversations":
-        return _talk(_messages(row[kind], kind), 0, row.get("tools"), learn)
+    if kind in ("messages", "conversations"):
+        return _talk(_messages(row[column or kind], kind), 0, row, learn)
+    if kind == "alpaca":
+        said = _string(row.get("output") or "", "output")
+        talk = [{"role": "user", "content": _asked(row)}, {"role": "assistant", "content": said}]
+        return _talk(talk, 0, row, learn)
     if kind == "text":
         text = _string(row[column or kind], kind)
         if not text.strip():
@@ -76,35 +83,82 @@ def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> 
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
         before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
-        return _talk([*before, *after], len(before), row.get("tools"), learn)
+        return _talk([*before, *after], len(before), row, learn)
     prompt, completion = _string(prompt, "prompt"), _string(completion, "completion")
     if not completion.strip():
         raise SkippedError("row{s} with an empty completion")
     return Continuation("", prompt + completion) if learn == "all" else Continuation(prompt, completion)
 
 
+def asked_of(row: Mapping[str, Any]) -> Talk:
+    """Parses a row as what is to be answered: without the assistant's turns at its end.
+
+    Raises:
+        RowError: If it can't be meant, or holds nothing to answer.
+        SkippedError: If it is empty.
+    """
+    if not row:
+        raise SkippedError("empty row{s}")
+    value = next((row[name] for name in ("prompt", "messages", "conversations") if name in row), None)
+    if value is None and "instruction" in row:
+        value = _asked(row)
+    if value is None:
+        raise RowError(f"has {_names(row)}; a prompt is in prompt, messages, conversations or instruction")
+    messages = _messages([{"role": "user", "content": value}] if isinstance(value, str) else value, "prompt")
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise RowError("has nothing to answer, as no one but the assistant speaks")
+    return Talk(messages, [], _tools(row), _keys(row))
+
+
+def _asked(row: Mapping[str, Any]) -> str:
+    """What alpaca's columns ask."""
+    asked, given = (_string(row.get(name) or "", name) for name in _ALPACA[:2])
+    return f"{asked}\n{given}" if given.strip() else asked
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    return _objects(row["tools"], "tools") if row.get("tools") else None
+
+
+def _keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    keys = _parsed(row.get(KWARGS) or {}, KWARGS)
+    if not isinstance(keys, dict):
+        raise RowError(f"{KWARGS} is {_shown(keys)}, and should be an object")
+    return keys
+
+
 def unread_names(row: Mapping[str, Any], column: str | None) -> list[str]:
     """Names in a row that `sample_of` reads nothing of."""
     kind = _kind(row, column)
-    read = ("prompt", "completion") if kind == "prompt" else (kind if column is None else column,)
-    tools = kind in ("messages", "conversations") or any(isinstance(row.get(one), list) for one in read)
-    return [name for name in row if name not in (*read, *("tools",) * tools)]
+    several = {"prompt": ("prompt", "completion"), "alpaca": _ALPACA}
+    read = several.get(kind, (column or kind,))
+    talk = kind in ("messages", "conversations", "alpaca") or any(
+        isinstance(row.get(one), list) for one in read
+    )
+    return [name for name in row if name not in (*read, *("tools", KWARGS) * talk)]
 
 
 def _kind(row: Mapping[str, Any], column: str | None) -> str:
+    if column == "instruction" and row.keys() >= {"instruction", "output"}:
+        return "alpaca"
     if column not in (None, "prompt", "completion"):
         if column not in row:
             raise RowError(f"has {_names(row)}, and no {column!r}, which data.input_column names")
         return "messages" if isinstance(row[column], list) else "text"
     kinds = [kind for kind in ("text", "messages", "conversations") if kind in row and not column]
-    kinds += ["prompt"] * ("completion" in row and "prompt" in row)
+    kinds += ["prompt"] * (row.keys() >= {"prompt", "completion"})
+    kinds += ["alpaca"] * (not kinds and row.keys() >= {"instruction", "output"})
     if len(kinds) != 1:
         what = f"has {' and '.join(kinds)}: name one by data.input_column" if kinds else f"has {_names(row)}"
-        raise RowError(f"{what}; a row has text, or prompt and completion, or messages")
+        raise RowError(
+            f"{what}; a row has text, or prompt and completion, or instruction and output, or messages"
+        )
     return kinds[0]
 
 
-def _talk(messages: Sequence[Mapping[str, Any]], first: int, tools: Any, learn: str) -> Talk:
+def _talk(messages: Sequence[Mapping[str, Any]], first: int, row: Mapping[str, Any], learn: str) -> Talk:
     said = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     if any(
         not str(messages[n].get("content") or "").strip() and not messages[n].get("tool_calls") for n in said
@@ -114,8 +168,7 @@ def _talk(messages: Sequence[Mapping[str, Any]], first: int, tools: Any, learn: 
     if not counting:
         roles = f" (of the role {', '.join(odd)})" if (odd := unknown_roles(messages)) else ""
         raise SkippedError("conversation{s} without an assistant turn to learn from" + roles)
-    tools = _objects(tools, "tools") if tools else None
-    return Talk(messages, counting[-1:] if learn == "last" else counting, tools)
+    return Talk(messages, counting[-1:] if learn == "last" else counting, _tools(row), _keys(row))
 
 
 def unknown_roles(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -137,12 +190,13 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     value = {key: one for key, one in value.items() if one is not None}  # as columns have it
     if "from" in value and "role" not in value:
         role = _ROLES.get(str(value["from"]).lower())
-        if role is None or set(value) - {"from", "value", "weight"}:
+        if role is None:
             raise RowError(
-                f"{where} has {_names(value)}, from {_shown(value['from'])}: human, gpt and system are read; "
-                "give others as role and content"
+                f"{where}: from is {_shown(value['from'])}, and should be human, gpt or system; give "
+                "others as role and content"
             )
-        value = {"role": role, "content": value.get("value"), "weight": value.get("weight", 1)}
+        value = {"content": value.get("value"), **value, "role": role}
+        value = {key: one for key, one in value.items() if key not in ("from", "value")}
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"{where}: role is {_shown(role)}, and should be user, assistant or system")
@@ -152,7 +206,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if calls := value.get("tool_calls"):
         calls = [_call(one, f"{where}: tool_calls") for one in _objects(calls, f"{where}: tool_calls")]
         value = {**value, "tool_calls": calls}
-    if content is None and not calls:
+    if content is None and not calls and role != "assistant":  # of an assistant it is an empty turn
         raise RowError(f"{where}: has no content")
     if isinstance(content, list):
         content = "".join(_part(one, where) for one in content)

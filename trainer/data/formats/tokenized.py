@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,21 +21,23 @@ from trainer.data.formats.messages import (
     Continuation,
     RowError,
     SkippedError,
-    Talk,
     sample_of,
     unknown_roles,
     unread_names,
 )
 from trainer.data.formats.text import Text, smallest_type
-from trainer.data.formats.turns import Counted, counted, turns, unread_keys
+from trainer.data.formats.turns import Counted, counted, learned
 from trainer.data.left_out import LeftOut, by_suffix, one, tally
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 6  # of the cache: raised where the same rows become other tokens, or other notes
+_LAYOUT = 7  # of the cache: raised where the same rows become other tokens, or other notes
 _BATCH = 512  # rows that are tokenized together
+_MANY = 100  # rows refused, after which a file most of whose rows are refused isn't read on
+_READ, _REFUSED = "rows", "refused"  # numbers of rows beside those of what is odd
+_DETAILS = re.compile(r"'.*'|\".*\"|[\d.,]+")  # of an error, in which those for one reason may differ
 
 
 class Tokenized(NamedTuple):
@@ -64,7 +68,11 @@ class _Prepared(NamedTuple):
 _STRADDLING = "tokens are partly of a prompt and partly of what follows it, and don't count"
 _UNENDED = (
     "assistant turns end without a token of their own such as <|im_end|> that counts, so the model isn't "
-    "taught to stop"
+    "taught to stop, which language.turns=each may do"
+)
+_OTHERWISE = (
+    "assistant turns are written otherwise than as the last one of a conversation; language.turns=each "
+    "learns each as the last one"
 )
 _UNKNOWN = "tokens stand for what the tokenizer's vocabulary lacks"
 _CUT = "texts are longer than language.sequence_length, and cut into several samples"
@@ -74,24 +82,36 @@ _ROLE = "conversation{{s}} with the role {role}, which isn't system, developer, 
 
 
 class _Tally(NamedTuple):
-    """Rows that are left out, numbers of what is odd, and rows that hold the text of a special token."""
+    """Numbers of rows.
+
+    Attributes:
+        left_out: Rows that are left out.
+        odd: Numbers of what is odd.
+        controls: Rows that hold the text of a special token.
+        refused: Place and fault of the first row that can't be meant, such as "a.jsonl: line 2: not JSON".
+        reasons: The first fault of each reason.
+    """
 
     left_out: list[LeftOut]
     odd: Counter[str]
     controls: list[LeftOut]
+    refused: list[str]
+    reasons: dict[str, str]
 
 
 def _notes(totals: _Tally, chat: Chat, size: str) -> Iterator[str]:
     """Yields lines for people."""
     yield size
-    odd = ((totals.odd[what], what) for what in (_STRADDLING, _UNENDED, _UNKNOWN, _CUT))
+    odd = ((totals.odd[what], what) for what in (_STRADDLING, _UNENDED, _OTHERWISE, _UNKNOWN, _CUT))
     yield from (f"{count:,} {what}" for count, what in odd if count)
     yield from map(str, tally(totals.controls))
     if chat.asks_date:
         yield f"the chat template asks for today's date and is given {TODAY}, so that runs repeat"
 
 
-def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized:
+def tokenized(
+    split: RowSplit, chat: Chat, learn: str, length: int, each: bool = False, budget: float = 0.0
+) -> Tokenized:
     """Returns rows as tokens, from the cache if they are there.
 
     Args:
@@ -99,16 +119,18 @@ def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized
         chat: Tokenizer and template.
         learn: As language.learn.
         length: Tokens that a sample predicts at most; longer conversations are left out.
+        each: Whether each turn that counts is a sample of its own.
+        budget: Fraction of the rows that may be refused, and are left out.
 
     Raises:
-        BadInputError: If a row can't be meant, or none is left; names file and row.
+        BadInputError: If more rows can't be meant, or none is left; names file and row.
     """
-    made_from = [_LAYOUT, split.sha256(), chat.sha256, learn, length]
+    made_from = [_LAYOUT, split.sha256(), chat.sha256, learn, length, each, budget]
     file = _cache() / f"{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()}.safetensors"
     if (kept := _kept(file)) is not None:
         tokens, begins, counts, left_out, notes = kept
     else:
-        tokens, begins, counts, left_out, notes = _made(split, chat, learn, length)
+        tokens, begins, counts, left_out, notes = _made(split, chat, learn, length, each, budget)
         _keep(file, {"tokens": tokens, "begins": begins, "counts": counts}, left_out, notes)
     text = Text(
         tokens, chat.vocabulary, chat.eos, "bpe:tokenizer.json", begins=begins, counts=counts.view(np.bool_)
@@ -119,18 +141,24 @@ def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized
 _Parts = tuple["np.ndarray", "np.ndarray", "np.ndarray", tuple[LeftOut, ...], tuple[str, ...]]
 
 
-def _made(split: RowSplit, chat: Chat, learn: str, length: int) -> _Parts:
-    totals, found = _Tally([], Counter(), []), list[Counted]()
+def _made(split: RowSplit, chat: Chat, learn: str, length: int, each: bool, budget: float) -> _Parts:
+    totals, found = _Tally([], Counter(), [], [], {}), list[Counted]()
     batch = list[_Prepared]()
-    for row in _prepared(split, chat, learn, totals):
+    for row in _prepared(split, chat, learn, each, totals):
         batch.append(row)
         if len(batch) == _BATCH:
             found += _counted(batch, chat, length, totals)
             batch = []
     found += _counted(batch, chat, length, totals)
     left_out = tally(totals.left_out)
+    if totals.odd[_REFUSED] > (allowed := math.ceil(budget * totals.odd[_READ])):
+        raise _too_many(totals, f"data.corrupt_budget allows {allowed}")
     if not found:
-        why = "; ".join(map(str, left_out)) or "it has no rows"
+        why = "; ".join(map(str, left_out)) or (
+            "its only row is held back to measure on; give two, or train.jsonl and val.jsonl in a folder"
+            if split.tenth is False and any(True for _ in split._replace(tenth=None).rows())
+            else "it has no rows"
+        )
         raise BadInputError(f"{split.files[0]}: nothing to learn from is left ({why})")
     beside = (one(f"{by_suffix(name)} beside the files that are read", name) for name in split.beside)
     left_out = tally([*left_out, *beside])
@@ -139,13 +167,23 @@ def _made(split: RowSplit, chat: Chat, learn: str, length: int) -> _Parts:
     counts = np.concatenate([each.counts for each in found]).astype(np.uint8)
     begins = np.cumsum(sizes) - sizes
     counting = int(counts.sum() - counts[begins].sum())
-    size = f"{len(found):,} rows of {len(tokens):,} tokens, {counting:,} of which count in the loss"
+    what = "turns" if each else "rows"
+    size = f"{len(found):,} {what} of {len(tokens):,} tokens, {counting:,} of which count in the loss"
     return tokens, begins, counts, left_out, tuple(_notes(totals, chat, size))
 
 
-def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterator[_Prepared]:
+def _too_many(totals: _Tally, why: str) -> BadInputError:
+    count, rows = totals.odd[_REFUSED], totals.odd[_READ]
+    rest = f" ({count:,} of {rows:,} rows are refused, and {why})" * (count > 1)
+    return BadInputError(totals.refused[0] + rest)
+
+
+def _prepared(split: RowSplit, chat: Chat, learn: str, each: bool, totals: _Tally) -> Iterator[_Prepared]:
     for where, row in split.rows():
+        totals.odd[_READ] += 1
         try:
+            if isinstance(row, RowError):
+                raise row
             sample = sample_of(row, learn, split.column)
             names = unread_names(row, split.column)
             totals.left_out.extend(
@@ -156,23 +194,29 @@ def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterat
                 yield _plain(where, sample, chat)
             else:
                 contents = [message["content"] for message in sample.messages]
-                talk = _talk(where, sample, chat, learn)
-                unread = unread_keys(chat, sample, talk.text, talk.spans)
-                totals.left_out.extend(
-                    _left(f"conversation{{s}} with {what}, which the chat template doesn't read", where)
-                    for what in unread
-                )
+                found = list(learned(chat, sample, learn, each))
+                reasons = dict.fromkeys(reason for one in found for reason in one.reasons)
+                totals.left_out.extend(_left(reason, where) for reason in reasons)
+                totals.odd[_OTHERWISE] += sum(one.otherwise for one in found)
                 totals.controls.extend(
                     _left(_ROLE.format(role=role), where) for role in unknown_roles(sample.messages)
                 )
-                yield talk
-        except SkippedError as reason:
-            totals.left_out.append(_left(str(reason), where))
+                yield from (_Prepared(where, one.text, one.spans, plain=False, whole=False) for one in found)
+        except SkippedError as skipped:
+            totals.left_out.append(_left(str(skipped), where))
             continue
         except (RowError, ChatError, RecursionError) as error:  # the last of JSON in a string
-            raise BadInputError(f"{where}: {error}") from error
-        if found := [end for end in chat.ends if any(end in content for content in contents)]:
-            totals.controls.append(one(_CONTROLS, f"{_name(where)}: {found[0]}"))
+            totals.odd[_REFUSED] += 1
+            totals.refused[:] = totals.refused or [f"{where}: {error}"]
+            reason = totals.reasons.setdefault(
+                _DETAILS.sub("", str(error)), f"row{{s}} that can't be meant ({error})"
+            )
+            totals.left_out.append(_left(reason, where))
+            if _MANY <= totals.odd[_REFUSED] > totals.odd[_READ] / 2:
+                raise _too_many(totals, "the others aren't looked at") from error
+            continue
+        if ends := [end for end in chat.ends if any(end in content for content in contents)]:
+            totals.controls.append(one(_CONTROLS, f"{_name(where)}: {ends[0]}"))
 
 
 def _left(reason: str, where: str) -> LeftOut:
@@ -191,12 +235,6 @@ def _plain(where: str, sample: Continuation, chat: Chat) -> _Prepared:
         )
     text = sample.prompt + sample.completion
     return _Prepared(where, text, [(len(sample.prompt), len(text))], plain=True, whole=not sample.prompt)
-
-
-def _talk(where: str, sample: Talk, chat: Chat, learn: str) -> _Prepared:
-    every = learn == "all"
-    text, spans = turns(chat, sample.messages, () if every else sample.counting, sample.tools)
-    return _Prepared(where, text, [(0, len(text))] if every else spans, plain=False, whole=False)
 
 
 def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, totals: _Tally) -> Iterator[Counted]:

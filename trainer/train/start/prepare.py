@@ -171,6 +171,10 @@ def prepare(
     if line := threads_line(request.recipe, stored, resume):
         warn(line)
     recipe, pretrained, fresh = resolve_pretrained(request.recipe, stored, folder, resume, request.source)
+    if recipe.task == "language":
+        from trainer.tasks.conversations import with_commits
+
+        recipe = with_commits(recipe, None if stored is None else stored.config)
     task = task or make_task(recipe)
     check_request(recipe, task, ranks, fresh)
     # Code of the task may have left the folder of the start.

@@ -1,0 +1,171 @@
+"""Promise: a turn is learned as it is asked for at inference, or refused with a key that helps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.turns_by_trl import RECORD, SHORT, TALKS, folder_of
+from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
+from tests.helpers.refusals import named, refused
+from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
+from trainer.data.formats.messages import Talk, sample_of
+from trainer.data.formats.turns import Learned, counted, learned, with_stop
+
+BY_TRL: dict[str, dict[str, list[str]]] = json.loads(RECORD.read_text())
+THINKING = ("thinking", "several thinking", "inline", "tools")  # R1's prompt begins it
+
+
+def talk_of(messages: list[Any], **keys: Any) -> Talk:
+    sample = sample_of({"messages": messages, **keys}, "completions")
+    assert isinstance(sample, Talk)
+    return sample
+
+
+def opened(family: str, folder: Path) -> Chat:
+    return open_tokenizer(folder_of(family, SHORT[family], folder))
+
+
+def counting(chat: Chat, sample: Learned) -> str:
+    found = counted(chat, sample.text, next(chat.encode([sample.text])), sample.spans)
+    assert not found.straddling and not found.unended
+    return str(chat.tokenizer.decode(found.ids[found.counts].tolist(), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize(("family", "name"), [(one, name) for one in BY_TRL for name in BY_TRL[one]])
+def test_each_turn_is_learned_as_it_is_asked_for(family: str, name: str, tmp_path: Path) -> None:
+    """By what TRL's marked template of the family counts of it, but for what the prompt holds already."""
+    chat, talk = opened(family, tmp_path), talk_of(TALKS[name])
+    if family == "deepseek_r1_distill" and name not in THINKING:
+        with refused("message 2", "reasoning_content", "language.turns=each", by=ChatError):
+            list(learned(chat, talk, "completions", each=True))
+        return
+    samples = list(learned(chat, talk, "completions", each=True))
+    assert len(samples) == len(talk.counting)
+    for number, sample, theirs in zip(talk.counting, samples, BY_TRL[family][name], strict=True):
+        prompt = chat.render(talk.messages[:number], generation_prompt=True)
+        assert sample.text.startswith(prompt) and sample.spans == [(len(prompt), sample.spans[0][1])]
+        overlap = max(length for length in range(len(theirs)) if prompt.endswith(theirs[:length]))
+        assert counting(chat, sample) == theirs[overlap:].rstrip("\n")
+        assert not sample.reasons
+
+
+@pytest.mark.parametrize(("family", "name"), [(one, name) for one in BY_TRL for name in BY_TRL[one]])
+def test_a_conversation_as_one_sample_is_the_same_or_told_or_refused_with_what_helps(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    chat, talk = opened(family, tmp_path), talk_of(TALKS[name])
+    try:
+        (sample,) = learned(chat, talk, "completions", each=False)
+    except ChatError as error:
+        helps = named(str(error), "language.turns=each")
+        assert helps
+        if family != "deepseek_r1_distill" or name in THINKING:
+            assert list(learned(chat, talk, "completions", each=True))
+        return
+    each = [counting(chat, one) for one in learned(chat, talk, "completions", each=True)]
+    unlike = 0
+    for one, (begin, end) in zip(each, sample.spans, strict=True):
+        mark = next(mark for mark in chat.ends if one.endswith(mark))  # that a conversation may lack: told
+        unlike += (
+            one.removesuffix(mark).rstrip() != sample.text[begin:end].rstrip().removesuffix(mark).rstrip()
+        )
+    assert sample.otherwise == unlike == (family == "qwen3" and name == "several")
+
+
+def test_thinking_that_no_template_reads_is_refused_with_what_helps(tmp_path: Path) -> None:
+    """As SmolLM3's, which has it in content."""
+    chat = open_tokenizer(chat_folder(tmp_path, template=CHATML))
+    with refused("message 2", "content", by=ChatError) as error:
+        list(learned(chat, talk_of(TALKS["thinking"]), "completions", each=False))
+    assert not named(str(error.value), "language.turns=each")
+    inline = talk_of(TALKS["inline"])
+    for each in (False, True):
+        assert all("well" in one.text for one in [*learned(chat, inline, "completions", each)][-1:])
+
+
+SMOLLM3 = (
+    "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}<|im_start|>system"
+    "{{ '\nReasoning Mode: /' + ('think' if enable_thinking else 'no_think') + '\n' }}<|im_end|>{{ '\n' }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant{{ '\n' }}"
+    "{{ '' if enable_thinking else '<think>\n\n</think>\n' }}{{ m.content.lstrip('\n') }}<|im_end|>{{ '\n' }}"
+    "{% endgeneration %}{% else %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>{{ '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}"
+    "{{ '' if enable_thinking else '<think>\n\n</think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("keys", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("name", ["single", "several", "inline"])
+def test_marks_and_keys_of_a_template_are_those_of_transformers(
+    keys: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    chat = open_tokenizer(chat_folder(tmp_path, template=SMOLLM3))
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    talk = talk_of(TALKS[name], chat_template_kwargs=keys)
+    (sample,) = learned(chat, talk, "completions", each=False)
+    made = theirs.apply_chat_template(
+        TALKS[name], return_dict=True, return_assistant_tokens_mask=True, **keys
+    )
+    encoded = next(chat.encode([sample.text]))
+    assert encoded.ids.tolist() == made["input_ids"]
+    found = counted(chat, sample.text, encoded, sample.spans).counts
+    newlines = sum(made["assistant_masks"]) - int(found.sum())  # after the end, which generation stops before
+    assert newlines == len(talk.counting)
+    each = list(learned(chat, talk, "completions", each=True))
+    assert [one.text for one in each][-1] == sample.text
+    assert "/no_think" in sample.text or keys.get("enable_thinking", True)
+
+
+def test_a_key_that_the_template_lacks_is_counted_and_one_that_it_is_given_anyhow_is_refused(
+    tmp_path: Path,
+) -> None:
+    chat = open_tokenizer(chat_folder(tmp_path, template=SMOLLM3))
+    talk = talk_of(TALKS["single"], chat_template_kwargs='{"enable_thought": false}')
+    (sample,) = learned(chat, talk, "completions", each=False)
+    assert named(sample.reasons, "enable_thought chat_template_kwargs")
+    with refused("messages", by=ChatError):
+        list(learned(chat, talk._replace(keys={"messages": []}), "completions", each=False))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_key_counts_as_read_where_it_changes_what_is_learned(number: int, tmp_path: Path) -> None:
+    """In what counts of its message; anywhere, of a message that doesn't count."""
+    mood, marked = "{{ message.mood or '' }}", TEMPLATES["marked"]
+    outside = marked.replace("{{ '' }}", mood).replace("<|im_start|>{{", mood + "<|im_start|>{{")
+    messages = [dict(one) for one in TALKS["several"]]
+    messages[number]["mood"] = "sad"
+    talk = talk_of(messages)._replace(counting=[1])
+    for template, unread in (
+        (outside, number == 1),
+        (marked.replace("<|im_end|>", mood + "<|im_end|>"), False),
+    ):
+        chat = open_tokenizer(chat_folder(tmp_path, template=template))
+        (sample,) = learned(chat, talk, "completions", each=False)
+        assert named(sample.reasons, "mood") == unread
+
+
+def test_an_assistant_who_speaks_first_is_learned_where_the_template_has_it_or_told(tmp_path: Path) -> None:
+    answer, rest = TALKS["several"][1], TALKS["several"]
+    for family, greeted in (("smollm2", False), ("marked", True)):
+        chat = open_tokenizer(chat_folder(tmp_path / family, family))
+        for each in (False, True):
+            samples = list(learned(chat, talk_of([answer, *rest]), "completions", each))
+            said = "".join(counting(chat, one) for one in samples)
+            assert said.count("because<|im_end|>") == 1 + greeted and said.endswith("so<|im_end|>")
+            assert sum(len(one.reasons) for one in samples) == (not greeted)
+            assert all("because" in one.text for one in samples)
+    with refused("message 1", by=ChatError):
+        list(learned(open_tokenizer(tmp_path / "smollm2"), talk_of([answer, rest[0]]), "completions", False))
+
+
+def test_a_template_without_ends_is_stopped_by_the_next_turn(tmp_path: Path) -> None:
+    glm, qwen = opened("glm4moe", tmp_path / "glm"), opened("qwen3", tmp_path / "qwen")
+    assert glm.turn_end is None and with_stop(glm).turn_end == glm.ends["<|user|>"]
+    assert with_stop(qwen).turn_end == qwen.turn_end == qwen.ends["<|im_end|>"]
+    plain = open_tokenizer(
+        chat_folder(tmp_path / "plain", template=TEMPLATES["zephyr"].replace("eos_token", "''"))
+    )
+    assert with_stop(plain).turn_end is None
