@@ -58,7 +58,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor mutants steady image verify-image first-build push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
-	chaos nightly slowdowns lint docs bench profile verify tensorboard venv lock stack release audit sbom clean-venv
+	chaos nightly oracles slowdowns lint docs bench profile verify tensorboard venv lock stack release audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -135,9 +135,17 @@ chaos: ## cut, kill, signal and hang runs at random (about an hour); ARGS="--kil
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
 
-nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify, export (100 of them: half an hour); N=20
+nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify, export (100 of them, and make oracles: half an hour); N=20
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.recorded.nightly $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N)) $(ARGS)
+	$(if $(SEED)$(N),,$(MAKE) oracles)
+
+# Their versions are those of tests/compat/oracles; no stack has them.
+oracles: override STACK = tests/compat/oracles
+oracles: override VENV = build/compat/oracles
+oracles: ## compare language models with transformers, TRL and peft, and train SmolLM2-135M (minutes); ARGS="-k peft"
+	$(call bootstrap,--groups train test oracles)
+	$(VENV)/bin/python -m pytest -m oracles tests/oracles $(ARGS)
 
 slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
 	$(call bootstrap,--groups train test)

@@ -87,13 +87,14 @@ class HfLanguage(nn.Module):
         tokens: torch.Tensor,
         segment: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
+        right: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Predicts the token after each; see `GPT.forward`."""
         hidden = self._hidden(tokens, segment)
         if targets is None:
             return self._logits(hidden)
         weight, bias = self._of_head()
-        return head_loss(hidden, weight, targets, bias, self._scaling)
+        return head_loss(hidden, weight, targets, bias, self._scaling, right)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = getattr(self, self._head)
