@@ -32,6 +32,7 @@ SMALL = {
     "scripts": ["epochs=1", "data.limit=128"],
     "own-text": ["max_steps=2", "language.width=32", "language.layers=1", "data.eval_batch_size=512"],
     "send-records": [],  # tests/runs/test_trackers.py
+    "trl": [],  # tests/oracles/test_libraries.py
 }
 
 _PROGRAMS = {"python": [], "trainer": ["-m", "trainer"], "torchrun": ["-m", "torch.distributed.run"]}
