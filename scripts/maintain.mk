@@ -2,7 +2,7 @@
 BENCH = claims
 $(foreach name,REGISTRY BASE FROM TORCH DRIVER TAG SOURCE KEY ADVISORIES SEED N,$(eval $(name) =))
 .PHONY: audit bench chaos clean-venv compat compat-newest compat-oldest coverage docs first-build help-maintain image-test \
-	lint lock mutants nightly push release sbom slowdowns stack steady test test-all verify-image
+	lint lock mutants nightly oracles push release sbom slowdowns stack steady test test-all verify-image
 
 help-maintain: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' scripts/maintain.mk
@@ -57,9 +57,17 @@ chaos: ## cut, kill, signal and hang runs at random (about an hour); ARGS="--kil
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
 
-nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify, export (100 of them: half an hour); N=20
+nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify, export (100 of them, and make oracles: half an hour); N=20
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.recorded.nightly $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N)) $(ARGS)
+	$(if $(SEED)$(N),,$(MAKE) oracles)
+
+# Their versions are those of tests/compat/oracles; no stack has them.
+oracles: override STACK = tests/compat/oracles
+oracles: override VENV = build/compat/oracles
+oracles: ## compare language models with transformers, TRL and peft, and train SmolLM2-135M (minutes); ARGS="-k peft"
+	$(call bootstrap,--groups train test oracles)
+	$(VENV)/bin/python -m pytest -m oracles tests/oracles $(ARGS)
 
 slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
 	$(call bootstrap,--groups train test)

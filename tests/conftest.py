@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_spec("peft") is None:
+        for item in items:
+            if item.get_closest_marker("oracles"):
+                item.add_marker(pytest.mark.skip(reason="needs TRL and peft: make oracles"))
     # The slow tests first: one of them takes ten minutes, and the others fill the time beside it.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     # With torch 2.14 some backward passes start threads, and a process that has them can't fork ranks any

@@ -25,6 +25,7 @@ from trainer.data.formats.chat import open_tokenizer
 from trainer.models.hf import hf_model
 
 pytestmark = NEEDS
+SAVED = {"lora": {"rank": 2, "alpha": 8.0, "modules_to_save": ["embed_tokens"]}}
 
 
 def trained(folder: Path, family: str, text: str = "packed", wild: float = 0.0, **model: Any) -> Path:
@@ -58,7 +59,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gemma2", {}, "transformers"),
         ("gpt_neox", {}, "transformers"),
         ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}}, "transformers"),
-        ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}}, "peft"),
+        ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "lm_head"]}}, "peft"),
+        ("llama", SAVED, "peft"),
+        ("qwen3", SAVED, "peft"),  # whose head is the embedding
+        ("qwen3", SAVED, "transformers"),
     ],
 )
 def test_the_library_computes_what_was_trained(
@@ -73,7 +77,10 @@ def test_the_library_computes_what_was_trained(
     if to == "peft":
         facts = json.loads((made / "adapter_config.json").read_text())
         assert facts["base_model_name_or_path"] == str((tmp_path / "base").resolve())
-        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, 3)
+        layers = 14 if model is SAVED else 3
+        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, layers)
+        assert facts.get("modules_to_save") == (["model.embed_tokens"] if model is SAVED else None)
+        assert facts.get("ensure_weight_tying", False) == (family == "qwen3")
     else:
         assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
 
@@ -88,6 +95,7 @@ def test_the_library_computes_what_was_trained(
         ("gpt_neox", "packed", "transformers", {}),
         ("qwen3", "padded", "safetensors", {"rank": 2}),
         ("llama", "padded", "peft", {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}),
+        ("qwen3", "padded", "peft", SAVED["lora"]),
         ("mistral", "padded", "torch-export", {}),
     ],
 )

@@ -1,6 +1,7 @@
 """Promise: the commands of each example's README run as they stand, in a copy of its folder."""
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -17,9 +18,13 @@ from trainer import PUBLIC
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+_LINES = (FOLDER / "conversations" / "conversations.jsonl").read_text().splitlines()
+_TALKS = [json.loads(line).get("messages", []) for line in _LINES]
+# Question and answer by the number of their row, of rows that are no more than that.
+TALKS = {number: [one["content"] for one in talk] for number, talk in enumerate(_TALKS) if len(talk) == 2}
 # What makes a run of an example small; its own words come first, so these win.
 SMALL = {
-    "conversations": ["max_steps=2", "language.width=32", "language.layers=1"],
+    "conversations": [f"language.prompts={json.dumps([asked for asked, _ in TALKS.values()])}"],  # as it is
     "custom-task": ["epochs=1"],
     "fine-tune-images": ["max_steps=2", "data.image_size=32", "evaluation.every=end"],
     "links": [],
@@ -27,6 +32,7 @@ SMALL = {
     "scripts": ["epochs=1", "data.limit=128"],
     "own-text": ["max_steps=2", "language.width=32", "language.layers=1", "data.eval_batch_size=512"],
     "send-records": [],  # tests/runs/test_trackers.py
+    "trl": [],  # tests/oracles/test_libraries.py
 }
 
 _PROGRAMS = {"python": [], "trainer": ["-m", "trainer"], "torchrun": ["-m", "torch.distributed.run"]}
@@ -94,9 +100,14 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_conversations(tmp_path: Path) -> None:
+    """It learns by heart what its README says, letter by letter, and nothing of what is held out."""
     said = run_all("conversations", tmp_path / "mine")
     assert said.count("<|im_end|>⟧") >= 3
-    assert "What is a micro-batch?" in said
+    assert said.rstrip().endswith(dict(TALKS.values())["What is a micro-batch?"])
+    rows = (tmp_path / "mine" / "runs" / "chat" / "answers.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
+    known = [number for number, (asked, answer) in TALKS.items() if last[f"answer/{asked}"] == answer]
+    assert known == [number for number in TALKS if number % 10 != 9]
 
 
 def test_images_of_ones_own(tmp_path: Path) -> None:

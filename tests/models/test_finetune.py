@@ -21,7 +21,15 @@ from trainer.config.recipe import Recipe
 from trainer.config.tasks import GPTConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.models.finetune import fine_tune, keeps_statistics, like, merged, plain_state
+from trainer.models.finetune import (
+    adapted,
+    fine_tune,
+    keeps_statistics,
+    like,
+    merged,
+    plain_state,
+    saved_modules,
+)
 from trainer.models.gpt import GPT
 from trainer.models.images import build_model, make_norm
 from trainer.train.components.operations import count_operations
@@ -267,7 +275,7 @@ def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype
     model.eval()
     unmerged = model(inputs)
     assert not torch.allclose(unmerged, base)
-    plain = plain_state(model)
+    plain = {name: tensor[...] for name, tensor in plain_state(model).items()}
     assert list(plain) == names
     fresh = models()[number][0].to(dtype).eval()
     fresh.load_state_dict(plain)
@@ -390,6 +398,134 @@ def test_lora_of_named_layers_and_a_new_head(tmp_path: Path) -> None:
     for settings in ({"freeze": ["head"], "lora": {"rank": 1}}, {"lora": {"targets": ["head"]}}):
         with pytest.raises(ValueError, match=r"model\.lora"):
             ModelConfig.model_validate(settings)
+
+
+def language_model() -> nn.Module:
+    """Names as language models have them, with a head of its own and two embeddings."""
+    layers = [
+        nn.ModuleDict({"attn": nn.ModuleDict({"q_proj": nn.Linear(4, 4), "v_proj": nn.Linear(4, 4)})})
+        for _ in range(2)
+    ]
+    body = nn.ModuleDict({"embed_tokens": nn.Embedding(5, 4), "layers": nn.ModuleList(layers)})
+    head = nn.ModuleDict({"head": nn.Linear(4, 5), "sub": nn.ModuleDict({"head": nn.Linear(4, 5)})})
+    return nn.ModuleDict({"model": body, **head})
+
+
+def layer_of(name: str) -> list[str]:
+    return [f"model.layers.{n}.attn.{name}" for n in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "saved", "layers"),
+    [
+        (["q_proj"], [], layer_of("q_proj")),
+        (["attn.v_proj"], [], layer_of("v_proj")),
+        (["*.v_proj"], [], layer_of("v_proj")),
+        (["all-linear", "head"], [], [*layer_of("q_proj"), *layer_of("v_proj"), "head"]),
+        (["head"], [], ["head"]),  # what is called so, and no end of another name
+        (["1.attn.q_proj", "sub.head"], ["embed_tokens"], [layer_of("q_proj")[1], "sub.head"]),
+        ([], ["v_proj", "head"], layer_of("q_proj")),
+    ],
+)
+def test_names_are_read_as_peft_reads_them(targets: list[str], saved: list[str], layers: list[str]) -> None:
+    model, lora = language_model(), {"rank": 2, "targets": targets, "modules_to_save": saved}
+    line = fine_tune(model, ModelConfig.model_validate({"name": "auto", "lora": lora}))
+    assert adapted(model) == [name for name, _ in model.named_modules() if name in layers] and layers
+    assert named(line, len(layers))
+    whole = saved_modules(model, saved)
+    learned = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert {name for name in learned if "lora_" not in name} == {
+        name for name, _ in model.named_parameters() if name.rpartition(".")[0] in whole
+    }
+    assert named(line, *whole)
+
+
+@pytest.mark.parametrize(
+    ("lora", "names"),
+    [
+        ({"targets": ["embed_tokens"]}, "model.embed_tokens Embedding model.lora.modules_to_save"),
+        ({"targets": ["q_porj"]}, "model.lora.targets q_porj"),
+        ({"modules_to_save": ["embed"]}, "model.lora.modules_to_save embed"),
+        (
+            {"targets": ["head"], "modules_to_save": ["head"]},
+            "model.lora.targets model.lora.modules_to_save head",
+        ),
+        ({"targets": ["all-linear"], "modules_to_save": ["q_proj", "v_proj"]}, "model.lora"),
+    ],
+)
+def test_a_name_that_cannot_be_adapted_is_refused(lora: dict[str, Any], names: str) -> None:
+    with refused(names):
+        fine_tune(language_model(), ModelConfig.model_validate({"name": "auto", "lora": {"rank": 2, **lora}}))
+
+
+def test_what_shares_a_weight_with_a_module_to_save_is_trained_with_it() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5), "x": nn.Linear(4, 4)})
+    model["head"].weight = model["embedding"].weight
+    lora = {"rank": 2, "targets": ["x"], "modules_to_save": ["head"]}
+    fine_tune(model, ModelConfig.model_validate({"name": "auto", "lora": lora}))
+    assert model["embedding"].weight.requires_grad and model["head"].bias.requires_grad
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_dropout_acts_on_what_the_update_is_computed_of(rate: float) -> None:
+    model, x = nn.ModuleDict({"x": nn.Linear(4, 3)}), torch.randn(50, 4)
+    lora = {"rank": 2, "alpha": 6, "targets": ["x"], "dropout": rate}
+    fine_tune(model, ModelConfig.model_validate({"name": "auto", "lora": lora}))
+    learned(model)
+    layer: Any = model["x"].train()
+    torch.manual_seed(3)
+    found, after = layer(x), torch.get_rng_state()
+    torch.manual_seed(3)
+    assert (rate == 0) == torch.equal(after, torch.get_rng_state()), "drawn for nothing"
+    dropped = nn.functional.dropout(x, rate) if rate else x
+    plain = x @ layer._parameters["weight"].T + layer.bias
+    assert torch.allclose(found, plain + 3 * dropped @ layer.lora_a.T @ layer.lora_b.T, atol=1e-6)
+    assert torch.allclose(layer.eval()(x), plain + 3 * x @ layer.lora_a.T @ layer.lora_b.T, atol=1e-6)
+
+
+def test_dropout_where_a_weight_is_read_is_refused() -> None:
+    """It would be without effect there."""
+    lora = {"rank": 2, "dropout": 0.1}
+    with refused("model.lora.dropout model.lora.targets"):
+        fine_tune(vit(), ModelConfig.model_validate({"name": "auto", "lora": lora}))
+    recipe = make_recipe(model={"name": "swin_t", "lora": lora}, data={"name": "synthetic", "image_size": 32})
+    with refused("model.lora.dropout qkv"):
+        build_alone(recipe, make_task(recipe))
+
+
+def test_a_merged_weight_is_made_when_it_is_sliced() -> None:
+    """A large model's would take its memory a second time, all at once."""
+    model, _ = models()[0]
+    fine_tune(model, LORA)
+    state = plain_state(model)
+    lazy = [name for name, one in state.items() if not isinstance(one, torch.Tensor)]
+    assert len(lazy) == 8
+    for name, tensor in merged(model.state_dict(), 2.0).items():
+        assert torch.equal(state[name][...], tensor) and state[name].dtype == tensor.dtype
+        assert state[name].shape == tensor.shape and state[name].numel() == tensor.numel()
+
+
+def test_only_what_autocast_rounds_anyway_is_held_in_bfloat16() -> None:
+    """Not a weight that something else computes with: a subclass, a norm, an embedding that is written to."""
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(5, 4),
+            "clipped": nn.Embedding(5, 4, max_norm=1.0),
+            "norm": nn.LayerNorm(4),
+            "blocks": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Tenfold(4, 4))]),
+            "shared": Tenfold(4, 4),
+            "head": nn.Linear(4, 4),
+        }
+    )
+    model["shared"].weight = model["head"].weight
+    lora = {"rank": 2, "targets": ["all-linear"]}
+    values = {"name": "auto", "lora": lora, "frozen_dtype": "bf16"}
+    line = fine_tune(model, ModelConfig.model_validate(values))
+    low = [name for name, one in model.named_parameters() if one.dtype == torch.bfloat16]
+    assert low == ["embedding.weight", "blocks.0.0.weight"]
+    assert named(line, "2 bfloat16")
+    assert model["embedding"](torch.tensor([1])).dtype == torch.float32
+    assert model["blocks"][0][0].lora_a.dtype == torch.float32  # type: ignore[index]
 
 
 def gpt_recipe(**sections: Any) -> Recipe:

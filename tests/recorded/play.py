@@ -188,7 +188,9 @@ def read_rows(run: Path, name: str) -> list[dict[str, Any]]:
 def _is_learned(name: str, key: str) -> bool:
     if name == "metrics":
         return key in _LEARNED or key.startswith(("loss/", "watched/"))
-    return key not in ("time", "seconds")
+    return (
+        key not in ("time", "seconds") and key.rpartition("/")[2] != "token_accuracy"
+    )  # newer than the record
 
 
 def read_weights(file: Path) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.chat import open_tokenizer
 from trainer.data.formats.documents import NO_TARGET, SEGMENT, TARGETS
 from trainer.data.formats.turns import counted, turns
+from trainer.models import head_loss
 from trainer.tasks.language import Language
 from trainer.train.components.task import left_out_of, make_task
+from trainer.train.evaluate import evaluate_run
 from trainer.train.step import train_step
 
 SGD = {"name": "sgd", "momentum": 0, "lr": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0}
@@ -99,6 +101,34 @@ def test_a_step_is_that_of_a_plain_loop(text: str, learn: str, rows: list[Any], 
     assert float(run.state.loss) == pytest.approx(loss, rel=1e-12)
     for name, after in run.state.model.named_parameters():
         assert torch.allclose(before[name] - after.detach(), wanted[name], rtol=1e-8, atol=1e-12), name
+
+
+@pytest.mark.parametrize("piece", [None, 700])
+@pytest.mark.parametrize("text", ["packed", "padded"])
+def test_the_share_of_tokens_that_are_found(
+    text: str, piece: int | None, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that count, also where the logits are never whole."""
+    if piece:
+        monkeypatch.setattr(head_loss, "PIECE", piece)
+    recipe = recipe_of(tmp_path, text=text).model_copy(update={"epochs": 12})
+    task = InFloat64(recipe.data, recipe.model, recipe.language, recipe.seed)
+    run, chat = build_alone(recipe, task), open_tokenizer(tmp_path / "chat")
+    model: Any = run.state.model
+    batches = run.loader(run.share.batches())
+    for step in range(run.steps):
+        train_step(run, batches, step)
+    found = total = 0
+    for row in rows[:3]:  # of val.jsonl
+        numbers = [n for n, one in enumerate(row["messages"]) if one["role"] == "assistant"]
+        rendered, spans = turns(chat, row["messages"], numbers)
+        one = counted(chat, rendered, next(chat.encode([rendered])), spans)
+        tokens, counts = torch.from_numpy(one.ids), torch.from_numpy(one.counts)[1:]
+        likeliest = model.eval()(tokens[None, :-1])[0].argmax(1)
+        found += int(((likeliest == tokens[1:]) & counts).sum())
+        total += int(counts.sum())
+    metrics, _ = evaluate_run(run)
+    assert metrics["token_accuracy"] == found / total and 0 < found < total
 
 
 @pytest.mark.usefixtures("rows")

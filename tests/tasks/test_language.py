@@ -2,9 +2,11 @@
 every token is a target once.
 """
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
 from tests.helpers.batches import source
+from tests.helpers.forked import attempt
 from tests.helpers.refusals import named, refused
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
@@ -36,7 +39,9 @@ from trainer.models.gpt import GPT, place_in_segment, rotary_table, rotate
 from trainer.optim.muon import hidden_matrices
 from trainer.optim.optimizers import parameter_groups
 from trainer.tasks.language import Language
+from trainer.train import saving
 from trainer.train.components.task import make_plan, make_task
+from trainer.train.outputs import token_counter
 from trainer.train.step import train_step
 
 END = 0
@@ -345,6 +350,20 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
     assert metrics["bits_per_byte"] == pytest.approx(bits_per_byte(task), rel=1e-12)
     assert ends and metrics["bits_per_byte"] != pytest.approx(wanted / math.log(2), rel=1e-6)
     assert 0 < metrics["padding"] < 0.6
+    assert metrics["token_accuracy"] == accuracy(run.state.model)
+
+
+def accuracy(model: torch.nn.Module) -> float:
+    """The share of tokens that are the likeliest; a loop over documents."""
+    tokens, length = DOCUMENTS.tokens.astype(np.int64), SMALL["sequence_length"]
+    found = 0
+    for before, end in pairwise([-1, *np.flatnonzero(tokens == END).tolist()]):
+        document = torch.tensor([END, *tokens[before + 1 : end + 1]])
+        for first in range(0, len(document) - 1, length):
+            piece = document[first : first + length + 1]
+            found += int((model.eval()(piece[None, :-1])[0].argmax(1) == piece[1:]).sum())
+    assert found
+    return found / len(tokens)
 
 
 def bits_per_byte(task: InFloat64) -> float:
@@ -452,3 +471,53 @@ def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -
         return
     firsts = range(0, count - length, stride)
     assert out[TOKENS].tolist() == [list(range(first, first + length + 1)) for first in firsts]
+
+
+@pytest.mark.parametrize("last", ["cross", "weighted", "drop"])
+@pytest.mark.parametrize("text", ["stream", "packed", "padded"])
+def test_tokens_that_were_seen_are_those_that_the_loader_gave(text: Any, last: Any) -> None:
+    recipe = make_recipe(
+        epochs=3,
+        task="language",
+        language={**SMALL, "text": text},
+        data={"name": "synthetic", "samples": 11, "global_batch_size": 4, "micro_batch_size": 2}
+        | {"last_batch": last},
+    )
+    run = build_alone(recipe, make_task(recipe))
+    count, each = token_counter(run.plan, run.task.train_data), run.plan.micro_batches
+    assert count is not None
+    by_hand = []
+    for batch in run.loader(run.share.batches()):
+        weight = torch.ones(2) if batch.weight is None else batch.weight
+        lengths = batch.fields.get(NUM_ITEMS, torch.full((2,), SMALL["sequence_length"]))
+        by_hand.append(int((lengths * weight).sum()))
+    steps = [sum(by_hand[first : first + each]) for first in range(0, len(by_hand), each)]
+    assert [count(range(step, step + 1)) for step in range(run.steps)] == steps
+    assert count(range(1, run.steps)) == sum(steps[1:]) and count(range(0)) == 0
+
+
+def test_a_resumed_run_goes_on_counting_tokens(tmp_path: Path) -> None:
+    """Also from a checkpoint of a version that kept no count."""
+    recipe = make_recipe(
+        epochs=2,
+        task="language",
+        language={**SMALL, "text": "padded"},
+        data={"name": "synthetic", "samples": 24, "global_batch_size": 4, "micro_batch_size": 2},
+        log={"every": 2, "to": ["jsonl"]},
+    )
+
+    def records(name: str) -> list[tuple[int, int]]:
+        rows = [json.loads(row) for row in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["tokens_seen"]) for row in rows]
+
+    def forget() -> None:
+        numbers = saving.numbers_of  # type: ignore[attr-defined]
+        setattr(saving, "numbers_of", lambda *given: {**numbers(*given), "tokens": None})  # noqa: B010
+
+    for name, before in (("whole", None), ("parts", None), ("older", forget)):
+        if name != "whole":
+            assert attempt(tmp_path / name, recipe, stop_after=5, before=before).code == 75
+        assert attempt(tmp_path / name, recipe).code == 0
+    assert records("whole")[-1] == records("parts")[-1] == records("older")[-1]
+    seen = [tokens for _, tokens in records("parts")]
+    assert seen == sorted({*seen}) and len(seen) >= 5

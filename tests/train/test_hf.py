@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of, made
+from tests.helpers.refusals import named
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_sharding import Gathered
@@ -142,6 +144,101 @@ def test_every_linear_layer_has_a_word(tmp_path: Path) -> None:
     ]
     names = [sorted(by_name(build_alone(recipe, make_task(recipe)))) for recipe in recipes]
     assert names[0] == names[1] and len(names[0]) == 2 * 2 * 7
+
+
+def learned_of(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    files = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "evaluations")]
+    return [json.loads(row)["loss"] for rows in files for row in rows], load_file(
+        folder / "model.safetensors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "lora"),
+    [
+        ("llama", "packed", {"rank": 2, "targets": ["all-linear"], "dropout": 0.2}),
+        ("qwen3", "padded", {"rank": 2, "modules_to_save": ["norm"]}),
+        ("gemma2", "packed", {"rank": 2, "targets": ["q_proj", "down_proj"]}),
+    ],
+)
+@pytest.mark.usefixtures("pieces")
+def test_what_is_held_in_bfloat16_changes_no_bit(family: str, text: str, lora: Any, tmp_path: Path) -> None:
+    """Of weights whose files are in bfloat16, which autocast would round to the same ones."""
+    made(family, **WORDS).bfloat16().save_pretrained(tmp_path / "model")
+    found, sizes = [], []
+    for dtype in ("fp32", "bf16"):
+        model = {"lora": lora, "frozen_dtype": dtype}
+        short: dict[str, Any] = {"optim": {"lr": 0.05}, "log": {"every": 1, "to": ["jsonl"]}}
+        short |= {"epochs": 3, "precision": {"mode": "bf16"}, "evaluation": {"every": "1 step"}}
+        recipe = recipe_of(tmp_path / "model", text, model=model, **short)
+        done = attempt(tmp_path / dtype, recipe)
+        assert done.code == 0, done.said
+        found.append(learned_of(tmp_path / dtype))
+        run = build_alone(recipe, make_task(recipe))
+        sizes.append(sum(one.nbytes for one in run.state.model.parameters() if not one.requires_grad))
+    (losses, plain), (low_losses, low) = found
+    assert losses == low_losses and len(losses) == 2 * 3
+    for name, tensor in plain.items():
+        assert low[name].dtype == torch.float32 and torch.equal(tensor, low[name]), name
+    # The norms stay, and an embedding that is multiplied in its own type of number.
+    assert sizes[1] < (0.75 if family == "gemma2" else 0.55) * sizes[0]
+
+
+def test_a_run_with_a_base_in_bfloat16_is_resumed_and_measured(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model", **WORDS)
+    recipe = recipe_of(
+        folder,
+        model={
+            "lora": {"rank": 2, "dropout": 0.3, "modules_to_save": ["embed_tokens", "lm_head"]},
+            "frozen_dtype": "bf16",
+        },
+        precision={"mode": "bf16"},
+        epochs=4,
+        log={"every": 1, "to": ["jsonl"]},
+        checkpoint={"every": 2, "minutes": 0, "best": False},
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = attempt(whole, recipe)
+    assert done.code == 0, done.said
+    assert named(done.said, "model.embed_tokens lm_head 0.3 bfloat16")
+    assert attempt(parts, recipe, stop_after=3).code == 75
+    begun = attempt(tmp_path / "more", recipe, source=str(parts))
+    assert begun.code == 0, begun.said
+    assert attempt(parts, recipe).code == 0
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+    base, ended = load_file(folder / "model.safetensors"), load_file(whole / "model.safetensors")
+    assert ended["model.embed_tokens.weight"].dtype == ended["lm_head.weight"].dtype == torch.float32
+    for name, tensor in base.items():
+        assert torch.equal(tensor, ended[name]) == ("norm" in name), name
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"model": {"frozen_dtype": "bf16"}}, "model.frozen_dtype model.lora.rank model.freeze"),
+        ({"model": {"frozen_dtype": "bf16", "lora": {"rank": 2}}}, "model.frozen_dtype precision.mode"),
+        (
+            {
+                "model": {"frozen_dtype": "bf16", "lora": {"rank": 2}},
+                "precision": {"mode": "bf16", "keep_fp32": ["lm_head"]},
+            },
+            "model.frozen_dtype precision.keep_fp32",
+        ),
+        (
+            {
+                "model": {"frozen_dtype": "bf16", "lora": {"rank": 2}},
+                "precision": {"mode": "bf16"},
+                "parallel": {"strategy": "fsdp"},
+            },
+            "model.frozen_dtype parallel.strategy",
+        ),
+        ({"model": {"lora": {"modules_to_save": ["lm_head"]}}}, "model.lora.modules_to_save model.lora.rank"),
+    ],
+)
+def test_a_base_in_bfloat16_where_it_cannot_be(sections: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_recipe(task="language", data={"name": "synthetic"}, **sections)
+    assert named(str(caught.value), names)
 
 
 def rank_step(world: World, recipe: Recipe) -> list[torch.Tensor]:

@@ -18,7 +18,6 @@ HUB = re.compile(rf"hub:(?P<repository>{_PART}/{_PART})@(?P<revision>{_PART}(/{_
 TORCHVISION = re.compile(r"torchvision:(?P<name>\w+\.\w+)")
 
 
-_ALPHA = 16.0
 ALL_LINEAR = "all-linear"  # the word of the library peft
 
 
@@ -32,17 +31,23 @@ class LoraConfig(Section):
     """LoRA (Hu et al., 2021): trains a low-rank update of each weight; the weights are frozen."""
 
     rank: int = Field(0, ge=0, le=1 << 16, description="rank of the low-rank update; 0: no LoRA")
-    alpha: float = Field(_ALPHA, gt=0, description="the low-rank update is scaled by alpha / rank")
+    alpha: float = Field(16.0, gt=0, description="the low-rank update is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of what the low-rank update is computed of")
     targets: tuple[str, ...] = Field(
         (),
-        description='linear layers and torch\'s attention by name: ["*.qkv", "*.mlp.*"]; by default, and '
-        'for ["all-linear"], all within the model\'s blocks',
+        description='linear layers and torch\'s attention by the end of their names: ["q_proj", "v_proj"], '
+        'or by pattern: ["*.mlp.*"]; by default, and with "all-linear", all within the model\'s blocks',
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        (), description='modules that are trained as a whole beside it: ["embed_tokens", "lm_head"]'
     )
 
     @model_validator(mode="after")
-    def _targets_belong_to_a_rank(self) -> "LoraConfig":
-        if (self.targets or self.alpha != _ALPHA) and not self.rank:
-            raise ValueError("model.lora.alpha and targets need model.lora.rank, such as 8")
+    def _all_belongs_to_a_rank(self) -> "LoraConfig":
+        if not self.rank and (
+            said := [key for key, value in self if value != type(self).model_fields[key].default]
+        ):
+            raise ValueError(f"model.lora.{said[0]} needs model.lora.rank, such as 8")
         return self
 
 
@@ -78,13 +83,23 @@ class ModelConfig(Section):
     freeze: tuple[str, ...] = Field(
         (), description='parameters that are not trained, by name: ["layer1*", "stem"]'
     )
+    frozen_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="number format in which matrices of linear layers and embeddings are held that aren't "
+        "trained; bf16 takes half the memory, and needs precision.mode=bf16",
+    )
     lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="after")
     def _lora_freezes_by_itself(self) -> "ModelConfig":
         if self.freeze and self.lora.rank:
             raise ValueError(
-                "model.lora freezes all weights that model.reinit doesn't name; leave model.freeze out"
+                "model.lora freezes all weights that model.reinit and model.lora.modules_to_save don't name; "
+                "leave model.freeze out"
+            )
+        if self.frozen_dtype != "fp32" and not (self.freeze or self.lora.rank):
+            raise ValueError(
+                "model.frozen_dtype: nothing is frozen; it needs model.lora.rank or model.freeze"
             )
         return self
 

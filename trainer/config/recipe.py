@@ -193,6 +193,11 @@ class Recipe(Section):
                 f"precision.keep_fp32 has no effect with precision.mode={self.precision.mode}; "
                 "leave it out, or use fp16 or bf16"
             )
+        if self.model.frozen_dtype == "bf16" and (self.precision.mode != "bf16" or self.precision.keep_fp32):
+            raise ValueError(
+                "model.frozen_dtype=bf16 needs precision.mode=bf16 in all modules, which rounds these "
+                "matrices in any case: set that, and leave precision.keep_fp32 out"
+            )
         return self
 
     def _compile_what_is_gathered(self) -> None:
@@ -207,6 +212,8 @@ class Recipe(Section):
             and f" needs whole matrices, and each rank has rows of them: use {' or '.join(able)}",
             "model.channels_last": self.model.channels_last
             and " uses a memory layout of parameters that can't be split by rows: leave it out",
+            "model.frozen_dtype=bf16": self.model.frozen_dtype == "bf16"
+            and " gives the model two types of number, and FSDP gathers those of one: leave it out",
             "compile.scope=model": self.compile.mode != "none"
             and self.compile.scope == "model"
             and " compiles a model whose blocks are gathered one by one: use compile.scope=blocks",

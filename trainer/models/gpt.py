@@ -63,6 +63,7 @@ class GPT(nn.Module):
         tokens: torch.Tensor,
         segment: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
+        right: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Predicts the next token at each position.
 
@@ -71,6 +72,7 @@ class GPT(nn.Module):
             segment: Integers (n, length): neighbors with the same number belong to one document, whose
                 positions start at 0, and attend to each other only; None where a row is one document.
             targets: int64 (n, length), -100 where a token doesn't count; None: to return logits.
+            right: With targets: see `head_loss`.
 
         Returns:
             Logits (n, length, vocabulary), in autocast's dtype; with targets the loss, see `head_loss`.
@@ -91,7 +93,7 @@ class GPT(nn.Module):
             hidden = block(hidden, turn, mask)
         hidden = self.norm(hidden)
         if targets is not None:
-            return head_loss(hidden, self.embedding.weight, targets)
+            return head_loss(hidden, self.embedding.weight, targets, right=right)
         logits: torch.Tensor = self.head(hidden, self.embedding.weight)
         return logits
 

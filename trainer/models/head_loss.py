@@ -47,6 +47,7 @@ def head_loss(
     targets: torch.Tensor,
     bias: torch.Tensor | None = None,
     scaling: Scaling = PLAIN,
+    right: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the cross entropy in nats of the logits `hidden @ weight.T`, summed over the targets.
 
@@ -56,13 +57,24 @@ def head_loss(
         targets: int64 (...), -100 to ignore.
         bias: Bias of the head, (vocabulary,).
         scaling: Scaling of the logits.
+        right: Bool (...), set to where a target is the likeliest token.
 
     Returns:
         float (), float32 at least.
     """
     learns = torch.is_grad_enabled()
     wanted = tuple(learns and one is not None and one.requires_grad for one in (hidden, weight, bias))
-    arguments = (hidden.flatten(0, -2), weight, bias, targets.flatten(), _dtype(hidden), wanted, scaling)
+    found = None if right is None else right.view(-1)
+    arguments = (
+        hidden.flatten(0, -2),
+        weight,
+        bias,
+        targets.flatten(),
+        _dtype(hidden),
+        wanted,
+        scaling,
+        found,
+    )
     loss: torch.Tensor = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
 
@@ -90,12 +102,14 @@ class _HeadLoss(torch.autograd.Function):
         dtype: torch.dtype,
         wanted: tuple[bool, bool, bool],
         scaling: Scaling,
+        found: torch.Tensor | None,
     ) -> torch.Tensor:
         """Sums over pieces of about equally many tokens.
 
         Args:
             dtype: Dtype of the matrix products.
             wanted: True for each of hidden states, weight and bias that needs a gradient.
+            found: Set to where a target is the likeliest.
         """
         exact = torch.promote_types(dtype, torch.float32)
         tokens, vocabulary = len(hidden), torch.arange(len(weight), device=weight.device)
@@ -106,8 +120,12 @@ class _HeadLoss(torch.autograd.Function):
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         of_hidden = []
         size = max(1, -(-tokens // pieces))
-        for some, target in zip(hidden.to(dtype).split(size), targets.split(size), strict=True):
+        for number, (some, target) in enumerate(
+            zip(hidden.to(dtype).split(size), targets.split(size), strict=True)
+        ):
             logits = scaling.of(F.linear(some, head, added).to(exact))
+            if found is not None:
+                found[number * size :][: len(target)] = logits.argmax(1) == target
             counts = target != IGNORED
             total = logits.logsumexp(1)
             picked = logits.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
@@ -144,4 +162,4 @@ class _HeadLoss(torch.autograd.Function):
         saved: tuple[torch.Tensor | None, ...] = ctx.saved_tensors
         (gradient,) = gradients
         scaled = [None if one is None else one * gradient for one in saved]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None

@@ -41,6 +41,8 @@ class HfLanguage(nn.Module):
 
     Attributes:
         places: Tokens that it is called with at most; None: any number.
+        tied: The embedding's name by that of the head's weight, if the two are one.
+        read: Names of modules whose weight is read where they aren't called: the head's, by `head_loss`.
     """
 
     gives_loss = True
@@ -56,6 +58,7 @@ class HfLanguage(nn.Module):
         config = causal.config
         self.places = _places(config)
         self._body, self._head = causal.base_model_prefix, _head_of(causal)
+        self.read = (self._head,)
         self._legacy = [re.compile(one) for one in causal._keys_to_ignore_on_load_unexpected or ()]
         window = getattr(config, "sliding_window", None)
         self._windows = (int(window),) if window else ()
@@ -66,31 +69,36 @@ class HfLanguage(nn.Module):
         self._scaling = Scaling(factor, getattr(config, "final_logit_softcapping", None))
         for part, module in causal.named_children():
             self.add_module(part, module)
-        self._tied = bool(config.tie_word_embeddings)
-        if self._tied:
+        self.tied = dict[str, str]()
+        if config.tie_word_embeddings:
             if causal.get_output_embeddings().bias is not None:
                 raise BadInputError(
                     f"model.name={name}: a head with a bias whose weight is the embedding's isn't read here; "
                     "choose another model"
                 )
             setattr(self, self._head, TiedHead())
+            embedding = causal.base_model.get_input_embeddings().weight
+            self.tied[f"{self._head}.weight"] = next(
+                n for n, one in self.named_parameters() if one is embedding
+            )
 
     def forward(
         self,
         tokens: torch.Tensor,
         segment: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
+        right: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Predicts the token after each; see `GPT.forward`."""
         hidden = self._hidden(tokens, segment)
         if targets is None:
             return self._logits(hidden)
         weight, bias = self._of_head()
-        return head_loss(hidden, weight, targets, bias, self._scaling)
+        return head_loss(hidden, weight, targets, bias, self._scaling, right)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = getattr(self, self._head)
-        return self._scaling.of(head(hidden, self._of_head()[0]) if self._tied else head(hidden))
+        return self._scaling.of(head(hidden, self._of_head()[0]) if self.tied else head(hidden))
 
     def cache(self) -> Any:
         """Returns an empty cache of keys and values, for `following`."""
@@ -126,7 +134,7 @@ class HfLanguage(nn.Module):
 
     def _of_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the head's weight (with LoRA's product, see `finetune`), and its bias."""
-        if self._tied:
+        if self.tied:
             return getattr(self, self._body).get_input_embeddings().weight, None
         head = getattr(self, self._head)
         return head.weight, head.bias
@@ -159,12 +167,11 @@ class HfLanguage(nn.Module):
             if bare and not own.startswith(f"{self._head}."):
                 own = prefix + own
             legacy = own.endswith("rotary_emb.inv_freq") or any(one.search(own) for one in self._legacy)
-            if self._tied and own == f"{self._head}.weight":
+            if own in self.tied:
                 head = name
             elif own in wanted or not legacy:
                 given[own] = name
-        embedding = getattr(self, self._body).get_input_embeddings().weight
-        tied = next(name for name, one in wanted.items() if one is embedding)
+        tied = next(iter(self.tied.values()), "")
         if head and tied not in given:  # as safetensors' save_model() stores what is tied, under one name
             given[tied], head = head, ""
         if not given.keys() & wanted.keys():
@@ -208,8 +215,8 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
             f"({first_line(error)[:200]}); mend the configuration, or choose another model"
         ) from error
     for parameter in model.parameters():
-        if not parameter.is_meta:
-            nn.init.zeros_(parameter)
+        if not parameter.is_meta:  # new zeros, which take no memory until they are written to
+            parameter.data = torch.zeros_like(parameter)
     return model
 
 

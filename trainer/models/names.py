@@ -30,6 +30,17 @@ def matching(names: Iterable[str], patterns: Sequence[str], key: str) -> list[st
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
+def as_endings(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Returns patterns as peft reads them: "q_proj", if nothing is called so, as the end of names."""
+    names = list(names)
+
+    def is_end(pattern: str) -> bool:
+        whole = any(fnmatchcase(name, pattern) for name in names)
+        return not whole and any(name.endswith(f".{pattern}") for name in names)
+
+    return [f"*.{pattern}" if is_end(pattern) else pattern for pattern in patterns]
+
+
 def chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Returns a function that is true for matching names; "fc" also matches all of that module, as "fc.*"."""
     return lambda name: any(

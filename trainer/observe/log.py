@@ -73,12 +73,14 @@ class Logged:
         seconds: Time of the steps that were timed.
         samples: Samples in them.
         rows: Records with timings, for the `Advisor` on rank 0; those of earlier attempts merged into one.
+        tokens: Tokens of all steps; None: not counted yet, as in checkpoints from before there was a count.
     """
 
     step: int = 0
     seconds: float = 0.0
     samples: int = 0
     rows: list[Row] = field(default_factory=list)
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Sources:
     """Further sources of figures for metrics records.
 
     Attributes:
-        num_items: Items (tokens) of a sample.
+        tokens: Counts the tokens of some steps, without padding; None where samples have no tokens.
         take: Functions that return further metrics for each record, such as the machine's.
         gather: Gathers each rank's float64 (n,) to a table (ranks, n) on the device; None: a single rank.
         count: Counts the FLOPs of a sample, or None.
@@ -95,7 +97,7 @@ class Sources:
             next one covers all the time between.
     """
 
-    num_items: int = 1
+    tokens: Callable[[range], int] | None = None
     take: tuple[Callable[[], Mapping[str, float | str]], ...] = ()
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None
     count: Count | None = None
@@ -177,10 +179,16 @@ class MetricLogger:
         if step == self.logged.step:
             return
         metrics = self._take_metrics()
+        if (count := self._sources.tokens) is not None:
+            known = self.logged.tokens
+            before = count(range(self.logged.step)) if known is None else known
+            self.logged.tokens = before + count(range(self.logged.step, step))
         values = torch.stack([metric.detach().to(torch.float64) for metric in metrics.values()])
         values = self._on_its_way(values)
         prints = None if self._checksums is None else self._on_its_way(self._checksums.take())
         split, table, more = self._explanation(step)
+        if self.logged.tokens is not None:
+            more["tokens_seen"] = self.logged.tokens
         now = self._now(step)  # last: its event says that all the copies above have arrived
         self._staged = _Staged(
             self._start, now, step - self.logged.step, tuple(metrics), values, prints, split, table, more
@@ -275,6 +283,10 @@ class MetricLogger:
             self.logged.seconds += seconds
             self.logged.samples += samples
             row |= {"seconds": seconds, **self._speed(samples / seconds)}
+            if self._sources.tokens is not None:
+                row["tokens_per_s"] = (
+                    self._sources.tokens(range(staged.start.step, staged.end.step)) / seconds
+                )
         row |= staged.split
         if staged.table is not None:
             row |= straggler(staged.table.tolist(), staged.split["time/wall"])
@@ -287,8 +299,6 @@ class MetricLogger:
     def _speed(self, samples_per_s: float) -> dict[str, float]:
         speed = {"samples_per_s": samples_per_s}
         sources = self._sources
-        if sources.num_items > 1:
-            speed["tokens_per_s"] = samples_per_s * sources.num_items
         if sources.count is not None and sources.count.per_sample:
             speed["flops_per_s"] = samples_per_s * sources.count.per_sample
             if sources.peak:

@@ -88,7 +88,13 @@ class Summarizing(Task, Protocol):
 
 @runtime_checkable
 class Deriving(Protocol):
-    """A task with figures that follow from metrics, such as perplexity from the loss."""
+    """A task with figures that follow from metrics, such as perplexity from the loss.
+
+    Attributes:
+        beside: Metrics that a run's proof leaves out: runs from before they were measured have none.
+    """
+
+    beside: tuple[str, ...]
 
     def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Returns the figures for a row of all sets' metrics; a run's proof holds the metrics alone."""

@@ -53,6 +53,7 @@ class Language:
 
     uniforms = 0
     lower_is_better = True
+    beside = ("token_accuracy",)
 
     _name = "auto"
     chat: Chat | None = None  # of conversations
@@ -185,28 +186,37 @@ class Language:
         return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Loss in nats, summed over the tokens; for each sample bits and bytes, and its places and tokens."""
+        """Loss in nats, summed over the tokens; and figures of each sample.
+
+        These are how many of its tokens the model finds likeliest, of how many that count; bits and bytes;
+        and its places and tokens.
+        """
         metrics: dict[str, torch.Tensor] = {}
         tokens, targets, segment = self.given(batch)
-        if self._bytes:
-            logits = _exact(model, tokens, segment)
-            nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
-            nats = nats.view_as(targets)
-            metrics["loss"] = nats.sum()
-            # The token that ends a document is no byte of it: nanochat's `evaluate_bpb` leaves it out, too.
-            of_bytes = (targets != IGNORED) & (targets != self._about.end)
-            metrics["bits"] = (nats.double() * of_bytes).sum(1) / math.log(2)
-            metrics["bytes"] = of_bytes.sum(1)
+        counts = targets != IGNORED
+        if not self._bytes and getattr(model, "gives_loss", False) and in_pieces(tokens, self._vocabulary):
+            right = torch.zeros_like(counts)
+            metrics["loss"] = model(tokens, segment, targets, right)
         else:
-            metrics["loss"] = self.loss(model, batch)
+            logits = _exact(model, tokens, segment)
+            right = logits.argmax(1).view_as(targets) == targets
+            sums = "none" if self._bytes else "sum"
+            nats = F.cross_entropy(logits, targets.flatten(), reduction=sums, ignore_index=IGNORED)
+            metrics["loss"] = nats.view_as(targets).sum() if self._bytes else nats
+        metrics["right"], metrics["counted"] = right.sum(1), counts.sum(1)
+        if self._bytes:
+            # The token that ends a document is no byte of it: nanochat's `evaluate_bpb` leaves it out, too.
+            of_bytes = counts & (targets != self._about.end)
+            metrics["bits"] = (nats.view_as(targets).double() * of_bytes).sum(1) / math.log(2)
+            metrics["bytes"] = of_bytes.sum(1)
         if self._config.text != "stream":
             metrics["places"] = torch.full((len(targets),), targets.shape[1], device=targets.device)
             metrics["tokens"] = batch.fields.get(LENGTH, batch.fields[NUM_ITEMS])
         return metrics
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Bits per byte of text, and the share of the evaluation's places that are padding."""
-        figures = {}
+        """Shares of tokens that are found and of places that are padding, and bits per byte of text."""
+        figures = {"token_accuracy": float(rows["right"].sum()) / max(1, int(rows["counted"].sum()))}
         if "bits" in rows:
             figures["bits_per_byte"] = float(rows["bits"].double().sum()) / max(1, int(rows["bytes"].sum()))
         if "places" in rows:

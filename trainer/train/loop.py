@@ -137,9 +137,15 @@ def _evaluate(run: Run, out: Outputs) -> bool:
     if freed := after_evaluation(run.recipe.memory, run.world.device):
         _log_memory(run, logger, "evaluation", freed)
     step = run.state.step
-    row: Row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics}
+    beside = dict[str, float]()
+    if isinstance(run.task, Deriving):
+        names = run.task.beside
+        beside = {name: value for name, value in metrics.items() if name.rpartition("/")[2] in names}
+        beside |= run.task.derived(metrics)
+    proven = {name: value for name, value in metrics.items() if name not in beside}
+    row: Row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **proven}
     with out.for_hooks():
-        logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
+        logger.emit(row, beside)
     enter_phase("evaluation")
     if answered := answers(run):
         logger.emit(answered)

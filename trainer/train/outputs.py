@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.store import set_foreign_aside
 from trainer.config.data import is_url
+from trainer.data.dataset import LENGTH, NUM_ITEMS, Dataset
 from trainer.data.formats.images import ImageDataset
+from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import gather_rows
 from trainer.errors import OutOfMemory
 from trainer.host.latest import link_latest
@@ -60,6 +63,7 @@ from trainer.train.step import take_metrics
 from trainer.train.summary import introduce
 from trainer.version import __version__
 
+_COUNTED = 1000  # steps whose samples are looked up at once
 _PAUSE_S = 0.25  # metrics records that come faster have their explanation only once in so many seconds
 
 
@@ -271,6 +275,29 @@ def _compiled(run: Run, progress_bar: ProgressBar) -> Callable[[int], None]:
     return report
 
 
+def token_counter(plan: Plan, dataset: Dataset) -> Callable[[range], int] | None:
+    """Returns a function that counts the tokens of some steps, without padding; None where there are none."""
+    if dataset.num_items == 1:
+        return None
+    if NUM_ITEMS not in dataset.fields:
+        return lambda steps: (
+            dataset.num_items * (plan.samples_seen(steps.stop) - plan.samples_seen(steps.start))
+        )
+    if dataset.arrays is None:
+        return None
+    lengths = dataset.arrays.get(LENGTH, dataset.arrays[NUM_ITEMS])
+
+    def count(steps: range) -> int:
+        total, each = 0, plan.micro_batches
+        for first in range(steps.start, steps.stop, _COUNTED):
+            last = min(first + _COUNTED, steps.stop)
+            read = plan.read(np.arange(first * each, last * each))
+            total += int((lengths[read.sample] * (read.weight > 0)).sum())
+        return total
+
+    return count
+
+
 def metric_sources(stack: contextlib.ExitStack, run: Run) -> Sources:
     """Sources of this rank's metrics other than the step's own: phases, machine, memory, FLOPs.
 
@@ -279,17 +306,16 @@ def metric_sources(stack: contextlib.ExitStack, run: Run) -> Sources:
         run: The run.
     """
     task, device, world = run.task, run.world.device, run.world
-    num_items = task.train_data.num_items
     gather = partial(gather_rows, world) if world.group is not None else None
     if world.rank:
-        return Sources(num_items, gather=gather, pause_s=_PAUSE_S)
+        return Sources(gather=gather, pause_s=_PAUSE_S)
     machine = Machine(device.type == "cuda", world.local_size)
     stack.callback(machine.close)
     peak = None
     if device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(device), run.recipe.precision.mode)
     return Sources(
-        num_items,
+        token_counter(run.plan, task.train_data),
         (stack.enter_context(host_clock()), run.loader.take_work, machine.take, memory_source(device)),
         gather,
         count_operations(

@@ -215,6 +215,7 @@ def numbers_of(state: TrainState, losses: list[Any]) -> dict[str, Any]:
         "losses": [[*map(_word, one)] if isinstance(one, list) else _word(one) for one in losses],
         "seconds": state.logged.seconds,
         "samples": state.logged.samples,
+        "tokens": state.logged.tokens,
         "explained": explained(state.logged.rows),
         "metrics": finite(state.metrics),
         "best": list(state.best) if state.best else None,
@@ -253,7 +254,8 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
     state.loss.copy_(torch.tensor(losses, dtype=torch.float64).view(state.loss.shape))
     if state.left_out is not None:
         state.left_out.fill_(known.left_out)
-    state.step, state.logged = step, Logged(known.row, known.seconds, known.samples, _rows_of(known))
+    state.step = step
+    state.logged = Logged(known.row, known.seconds, known.samples, _rows_of(known), known.tokens)
     state.metrics = {n: math.nan if metric is None else metric for n, metric in known.metrics.items()}
     state.best, state.no_better, state.history = known.best, known.no_better, known.history
     if state.average is not None:
@@ -357,6 +359,7 @@ class _Numbers(BaseModel):
     losses: list[_Loss | list[_Loss]] = Field(min_length=1)
     seconds: float = Field(ge=0)
     samples: int = Field(ge=0, lt=1 << 63)
+    tokens: int | None = Field(None, ge=0, lt=1 << 63)
     explained: dict[str, float | int | str] = {}
     metrics: dict[str, float | None]
     best: Annotated[tuple[float, int], Field(strict=False)] | None

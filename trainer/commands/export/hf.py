@@ -16,9 +16,11 @@ from trainer.data.formats.chat import Chat, ChatError
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import read_inside, write_file
+from trainer.models.finetune import saved_modules
 from trainer.models.hf import HfLanguage
 from trainer.models.hf_files import CONFIG, GENERATION, TEXT_FILES, end_tokens, find_model, read_config
 from trainer.models.hub import FILE
+from trainer.models.names import chosen
 from trainer.observe.console import warn
 from trainer.runs.folder import checkpoints_of
 from trainer.train.model_of_run import OpenedRun
@@ -93,7 +95,9 @@ def add_rounding(run: OpenedRun) -> None:
     """Moves the merged weights of a run's model to those of its adapter in bfloat16, in place."""
     learned, lora = _learned(run), run.manifest.config["model"]["lora"]
     for name, a in learned.items():
-        if name.endswith(_PEFT_A):
+        if (own := run.model.state_dict().get(name.removeprefix(_PEFT))) is not None:
+            own.copy_(a.to(torch.bfloat16))
+        elif name.endswith(_PEFT_A):
             layer = name.removesuffix(_PEFT_A)
             b = learned[layer + _PEFT_B]
             low = b.to(torch.bfloat16).float() @ a.to(torch.bfloat16).float()
@@ -146,7 +150,7 @@ def versions() -> dict[str, str]:
 
 
 def _learned(run: OpenedRun) -> dict[str, torch.Tensor]:
-    """Returns what LoRA learned, by the names of peft."""
+    """Returns what LoRA learned, and the modules that were trained as a whole, by the names of peft."""
     lora = run.manifest.config.get("model", {}).get("lora", {})
     if not lora.get("rank"):
         raise BadInputError(f"--to peft: {run.folder} was trained without model.lora; use --to transformers")
@@ -158,11 +162,19 @@ def _learned(run: OpenedRun) -> dict[str, torch.Tensor]:
         )
     averaged = found.tensors["ema"] if run.weights.endswith("ema.safetensors") else {}
     learned = {**found.tensors["model"], **averaged}
-    return {
+    whole = chosen(_saved(run))
+    made = {
         _PEFT + key.replace(".lora_a", _PEFT_A).replace(".lora_b", _PEFT_B): tensor
         for key, tensor in learned.items()
-        if key.endswith((".lora_a", ".lora_b"))
+        if key.endswith((".lora_a", ".lora_b")) or whole(key)
     }
+    assert isinstance(run.model, HfLanguage)
+    same = {_PEFT + name: made.get(_PEFT + other) for name, other in run.model.tied.items()}
+    return {**made, **{name: tensor for name, tensor in same.items() if tensor is not None}}
+
+
+def _saved(run: OpenedRun) -> list[str]:
+    return saved_modules(run.model, run.manifest.config["model"]["lora"].get("modules_to_save", ()))
 
 
 def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torch.dtype, to: Path) -> Path:
@@ -176,7 +188,7 @@ def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torc
         "revision": revision,
         "r": lora["rank"],
         "lora_alpha": lora["alpha"],
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.get("dropout", 0.0),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -184,6 +196,9 @@ def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torc
             key.removeprefix(_PEFT).removesuffix(_PEFT_A) for key in learned if key.endswith(_PEFT_A)
         ),
     }
+    assert isinstance(run.model, HfLanguage)
+    if saved := _saved(run):  # the head is to follow an embedding that it is tied to
+        config |= {"modules_to_save": saved, "ensure_weight_tying": bool(run.model.tied)}
     _write_json(to / ADAPTER_CONFIG, config)
     write_file(to / ADAPTER, safetensors_bytes(tensors))
     return to / ADAPTER

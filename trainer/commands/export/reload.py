@@ -131,6 +131,9 @@ def _with_adapter(model: Any, folder: Path, about: Any) -> Any:
     for name in about["target_modules"]:
         a, b = (given[f"base_model.model.{name}.lora_{which}.weight"].float() for which in "AB")
         state[f"{name}.weight"] += about["lora_alpha"] / about["r"] * (b @ a)
+    for name, tensor in given.items():
+        if (own := name.removeprefix("base_model.model.")) in state:  # trained as a whole
+            state[own].copy_(tensor)
     return model
 
 

@@ -24,7 +24,7 @@ from trainer.models.compiling import (
     prepare_cache,
     uncompiled,
 )
-from trainer.models.finetune import fine_tune
+from trainer.models.finetune import adapted, fine_tune, hold_frozen
 from trainer.models.gpt import GPT, fault_of_blocks
 from trainer.models.modes import begin_training
 from trainer.models.nonfinite import FirstNonFinite
@@ -86,6 +86,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
             f"in evaluation mode in training, too, as model() gave them: {_few(still)}; .train() there lets "
             "dropout act and BatchNorm learn"
         )
+    hold_frozen(model, recipe.model)
     if fresh and (start := find_weights(recipe.model)) is not None:
         taken = load_initial(model, start.file, recipe.model.reinit)
         notes.append(f"starts from {recipe.model.pretrained or recipe.model.name} ({taken})")
@@ -94,6 +95,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         check_agreement(f"initial weights {weights!r}", world)
     if line := fine_tune(model, recipe.model):
         notes.append(line)
+    _check_dropout(recipe, task, model, device)
     if fresh and (unlearned := _unlearned(model, task)):
         notes.append(
             f"the embedding isn't trained, and is zero for tokens of the template ({', '.join(unlearned)}): "
@@ -138,6 +140,15 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         notes += ddp_notes(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
+
+
+def _check_dropout(recipe: Recipe, task: Task, model: nn.Module, device: torch.device) -> None:
+    """Rejects model.lora.dropout on layers that the loss of blank samples never calls."""
+    if recipe.model.lora.dropout and (idle := never_called(task, model, adapted(model), device)):
+        raise BadInputError(
+            f"model.lora.dropout: the weight of '{idle[0]}' is read and the layer never called, so that "
+            "nothing is there to drop; leave it out of model.lora.targets, or dropout"
+        )
 
 
 def _unlearned(model: nn.Module, task: Task) -> list[str]:
