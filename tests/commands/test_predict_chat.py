@@ -107,6 +107,7 @@ def test_nothing_said_is_one_line(tmp_path: Path) -> None:
     none = tmp_path / "none.txt"
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("--prompt", {"prompt": None}),
+        ("--prompt", {"prompt": ["why?", ""]}),
         ("--prompts", {"prompts": none}),
         ("--prompts", {"prompt": None, "prompts": none}),
         ("--top-p", {"top_p": 0.0}),

@@ -176,8 +176,9 @@ def test_bad_rows_are_counted_by_reason(chat: Chat, tmp_path: Path) -> None:
     assert [one.count for one in found.left_out] == [3, 1, 1]
     assert named(found.left_out[0].reason, "messages[0]")
     lines(file, *[FAULTS[1]] * 1000)
-    with refused(file, "line 1", "100 100"):
-        tokenized(RowSplit((file,)), chat, "completions", 99, budget=1.0)
+    for budget, names in ((0.1, "line 1: 100 100"), (1.0, "1,000 line 1")):
+        with refused(file, names):
+            tokenized(RowSplit((file,)), chat, "completions", 99, budget=budget)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def _chat(run: OpenedRun, chat: Chat, options: argparse.Namespace, device: torch
     """Prints an assistant's answers: to each --prompt in turn as it comes, or to those of a file as JSON."""
     if options.tokenizer is not None:
         raise BadInputError("--tokenizer: a run on conversations has its own; leave it out")
-    if (options.prompts is None) == (not options.prompt):
+    if (options.prompts is None) == (not all(options.prompt or [""])):
         raise BadInputError(
             "a model of conversations answers: give --prompt TEXT, what a user says, or --prompts FILE"
         )

@@ -144,7 +144,7 @@ _Parts = tuple["np.ndarray", "np.ndarray", "np.ndarray", tuple[LeftOut, ...], tu
 def _made(split: RowSplit, chat: Chat, learn: str, length: int, each: bool, budget: float) -> _Parts:
     totals, found = _Tally([], Counter(), [], [], {}), list[Counted]()
     batch = list[_Prepared]()
-    for row in _prepared(split, chat, learn, each, totals):
+    for row in _prepared(split, chat, learn, each, budget, totals):
         batch.append(row)
         if len(batch) == _BATCH:
             found += _counted(batch, chat, length, totals)
@@ -178,7 +178,9 @@ def _too_many(totals: _Tally, why: str) -> BadInputError:
     return BadInputError(totals.refused[0] + rest)
 
 
-def _prepared(split: RowSplit, chat: Chat, learn: str, each: bool, totals: _Tally) -> Iterator[_Prepared]:
+def _prepared(
+    split: RowSplit, chat: Chat, learn: str, each: bool, budget: float, totals: _Tally
+) -> Iterator[_Prepared]:
     for where, row in split.rows():
         totals.odd[_READ] += 1
         try:
@@ -212,7 +214,7 @@ def _prepared(split: RowSplit, chat: Chat, learn: str, each: bool, totals: _Tall
                 _DETAILS.sub("", str(error)), f"row{{s}} that can't be meant ({error})"
             )
             totals.left_out.append(_left(reason, where))
-            if _MANY <= totals.odd[_REFUSED] > totals.odd[_READ] / 2:
+            if _MANY <= totals.odd[_REFUSED] > totals.odd[_READ] * max(0.5, budget):
                 raise _too_many(totals, "the others aren't looked at") from error
             continue
         if ends := [end for end in chat.ends if any(end in content for content in contents)]:
