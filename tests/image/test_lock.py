@@ -132,7 +132,7 @@ def test_the_pins_are_those_of_the_stack(lock: Path, wheels: list[Wheel]) -> Non
 )
 def test_one_lock_serves_every_python_and_platform(path: Path, group: str, where: dict[str, str]) -> None:
     here = installed(read_lock(path.read_text()), group, where)
-    for line in GROUPS[group]:
+    for line in {**GROUPS, **STACKS[path].get("requires", {})}[group]:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate(where):
             assert requirement.specifier.contains(here[canonicalize_name(requirement.name)])
@@ -141,7 +141,7 @@ def test_one_lock_serves_every_python_and_platform(path: Path, group: str, where
     arm = int(STACKS[path]["pins"]["torch"].split(".")[1]) >= 11
     machines = {"x86_64", "aarch64"} if arm else {"x86_64"}
     carries = where["sys_platform"] == "linux" and where["platform_machine"] in machines
-    assert bool(cuda) == (carries and group in ("train", "bench"))
+    assert bool(cuda) == (carries and group in ("train", "bench", "oracles"))
 
 
 def test_the_project_and_bootstrap_name_the_same_platforms() -> None:

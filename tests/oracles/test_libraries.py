@@ -92,7 +92,7 @@ def test_a_real_model_is_trained_stopped_resumed_exported_and_answers(
         data={"name": "conversations", "path": str(theirs.TALKS)}
         | {"global_batch_size": 1, "micro_batch_size": 1, "eval_batch_size": 1},
         model={"name": f"hf/{model}", "lora": {"rank": 8, "dropout": 0.05}},
-        language={"sequence_length": 96},
+        language={"sequence_length": 64},
         optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 0},
         evaluation={"every": "end"},
         log={"every": 1, "to": ["jsonl"]},

@@ -188,9 +188,7 @@ def read_rows(run: Path, name: str) -> list[dict[str, Any]]:
 def _is_learned(name: str, key: str) -> bool:
     if name == "metrics":
         return key in _LEARNED or key.startswith(("loss/", "watched/"))
-    return (
-        key not in ("time", "seconds") and key.rpartition("/")[2] != "token_accuracy"
-    )  # newer than the record
+    return key not in ("time", "seconds")
 
 
 def read_weights(file: Path) -> dict[str, Any]:
@@ -206,10 +204,12 @@ def read_weights(file: Path) -> dict[str, Any]:
 
 def read_run(run: Path) -> dict[str, Any]:
     """Returns what a run is recorded by."""
+    rows = read_rows(run, "evaluations")
+    newer = "token_accuracy"  # than the record
     return {
         "weights": {file.stem: read_weights(file) for file in sorted(run.glob("*.safetensors"))},
         "rows": read_rows(run, "metrics"),
-        "evaluations": read_rows(run, "evaluations"),
+        "evaluations": [{key: row[key] for key in row if not key.endswith(newer)} for row in rows],
     }
 
 

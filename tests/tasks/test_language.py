@@ -480,7 +480,7 @@ def test_tokens_that_were_seen_are_those_that_the_loader_gave(text: Any, last: A
         epochs=3,
         task="language",
         language={**SMALL, "text": text},
-        data={"name": "synthetic", "samples": 11, "global_batch_size": 4, "micro_batch_size": 2}
+        data={"name": "synthetic", "samples": 14, "global_batch_size": 4, "micro_batch_size": 2}
         | {"last_batch": last},
     )
     run = build_alone(recipe, make_task(recipe))

@@ -5,7 +5,7 @@ import copy
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ _SMALL: Edits = {
     "data.workers": "auto",
     "data.check": "none",
     "precision": {},
+    "model.frozen_dtype": "fp32",  # as it needs precision.mode=bf16
+    "model.lora.dropout": 0.0,
     "compile": {},
     "memory": {},
     "log": {"every": 1},
@@ -142,8 +144,8 @@ def changed(recipe: Recipe, edits: Edits) -> Recipe:
     """Returns a recipe with other values for some keys; sections are replaced whole."""
     values = recipe.model_dump()
     for name, value in edits.items():
-        part, _, key = name.rpartition(".")
-        (values[part] if part else values)[key] = value
+        *parts, key = name.split(".")
+        reduce(dict.__getitem__, parts, values)[key] = value
     return validated(Recipe, values, "check")
 
 
