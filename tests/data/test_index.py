@@ -18,7 +18,7 @@ from tests.helpers.refusals import named, refused
 from trainer import cli
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
-from trainer.data.formats import index, tables, tar_shards
+from trainer.data.formats import index, tar_shards
 from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.index import Index, index_of, kept
@@ -84,7 +84,7 @@ def test_a_large_table_is_read_once(
     expected = facts(in_table(table, several))
     assert facts(in_table(table, several, indexes)) == expected and expected[3][0].count == 1
     with monkeypatch.context() as patch:
-        patch.setattr(tables.csv, "reader", broken)
+        patch.setattr("csv.reader", broken)
         assert facts(in_table(table, several, indexes)) == expected
     (tmp_path / "d" / "i" / "later.png").write_bytes(b"x")
     assert in_table(table, several, indexes).left_out[0].count == 2, "the folder of now is held against it"
@@ -280,7 +280,7 @@ def test_hosts_share_an_index_wherever_the_data_are_mounted(
     )
     in_folder(places[0] / "f").keep_hashes(shared)
     monkeypatch.setattr(tar_shards, "members", broken)
-    monkeypatch.setattr(tables.csv, "reader", broken)
+    monkeypatch.setattr("csv.reader", broken)
     assert first == (
         facts(in_tars(places[1], shared))[:3],
         facts(in_table(places[1] / "train.csv", indexes=shared))[:3],
