@@ -1,10 +1,12 @@
 """Promise: an index gives what listing the set gives; it may lie anywhere, be shared, or be missing."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,21 @@ def test_local_shards_need_no_index_beside_them(
     assert other.fingerprint() != expected.fingerprint() and other.read(0) != first
     (folder / "001.tar").unlink()
     assert len(open_records(config, tmp_path / "d", "train")) == len(expected) - 7
+
+
+def test_sets_with_shards_of_one_name_size_and_time_are_told_apart(tmp_path: Path, indexes: Path) -> None:
+    made = []
+    for label in ("one", "two"):
+        folder = tmp_path / label
+        folder.mkdir()
+        with tarfile.open(folder / "0.tar", "w") as tar:
+            for name, data in (("a.cls", label.encode()), ("a.png", b"x")):
+                entry = tarfile.TarInfo(name)
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+        os.utime(folder / "0.tar", ns=(0, 0))
+        made.append(in_tars(folder, indexes).classes)
+    assert made == [("one",), ("two",)]
 
 
 def test_no_shards_are_refused_as_before(tmp_path: Path) -> None:
@@ -310,6 +327,25 @@ def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
     file.write_bytes(b"")
     other = in_folder(folder)
     assert other.keep_hashes(tmp_path / "i") is None and other.read(seen), "of another size, it isn't one"
+
+
+def test_hashes_that_another_user_keeps_are_compared_with(tmp_path: Path) -> None:
+    """A folder that several share: what one made, the others may read only (datasets#7900)."""
+    folder = photographs_of(tmp_path / "d", 3)
+    first = in_folder(folder)
+    file = first.keep_hashes(tmp_path / "i")
+    assert file and first.read(0)
+    shutil.copy(file, tmp_path / "copy")
+    file.unlink()
+    shutil.copy(tmp_path / "copy", file)
+    file.chmod(0o444)
+    (tmp_path / "i").chmod(0o555)
+    with permissions_count():
+        other = in_folder(folder)
+        assert other.keep_hashes(tmp_path / "i") == file
+        assert other.read(0) and other.read(1) and index.known_hashes(file) == 1
+        assert same(kept(tmp_path / "i", ["x"], some), some())
+    (tmp_path / "i").chmod(0o755)
 
 
 def test_hashes_need_no_key_once_they_are_there(tmp_path: Path) -> None:
