@@ -386,6 +386,19 @@ def test_every_sample_of_loose_files_is_verified(
     assert f"{count - 2} of {count - 1}" in out and f"{max((root / 'val').rglob('*.jpg'))}" in out
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_hashes_that_cannot_be_kept_are_told(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photographs_of(tmp_path / "d" / "train", 5)
+    if full:
+        monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert cli.main(["data", "verify", str(tmp_path / "d")]) == 2
+    assert named(capsys.readouterr().err, "5 samples" if full else "data.index=DIR")
+
+
 def test_data_in_memory_are_not_verified(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "verify", "digits"]) == 2
     assert named(capsys.readouterr().err, "data.name=digits")
