@@ -19,6 +19,7 @@ from trainer.config.data import LoaderConfig
 from trainer.data.formats.crop import Box, random_cut, snapped_cut
 from trainer.data.formats.files import Files, in_folder
 from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.index import index_of
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import INDEX, in_shards
 from trainer.data.loader import RingLoader, Source
@@ -212,7 +213,7 @@ class _Million(Files):
 
     def __init__(self, one: bytes) -> None:
         names = [b"n%08d/n%08d_%d.JPEG" % (n % 1000, n % 1000, n) for n in range(1_300_000)]
-        super().__init__(Path("/"), names, [0] * len(names), ["one"])
+        super().__init__(Path("/"), index_of(names, [0] * len(names), ["one"]))
         self._one = one
 
     def path(self, sample: int) -> bytes:

@@ -24,7 +24,7 @@ def test_a_line_is_straight_and_a_parabola_bent() -> None:
 
 def test_everything_is_measured_where_there_is_little(tmp_path: Path) -> None:
     grown = measure(tmp_path, 1, [10, 200], [1, 2], [1, 20])
-    assert [[point.amount for point in each.points] for each in grown] == [[10, 200]] * 2 + [
+    assert [[point.amount for point in each.points] for each in grown] == [[10, 200]] * 3 + [
         [1, 2],
         [1, 20],
         [1, 20],

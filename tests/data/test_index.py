@@ -1,10 +1,12 @@
 """Promise: an index gives what listing the set gives; it may lie anywhere, be shared, or be missing."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tests.helpers.refusals import named, refused
 from trainer import cli
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
-from trainer.data.formats import index, tables, tar_shards
+from trainer.data.formats import index, tar_shards
 from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.index import Index, index_of, kept
@@ -84,7 +86,7 @@ def test_a_large_table_is_read_once(
     expected = facts(in_table(table, several))
     assert facts(in_table(table, several, indexes)) == expected and expected[3][0].count == 1
     with monkeypatch.context() as patch:
-        patch.setattr(tables.csv, "reader", broken)
+        patch.setattr("csv.reader", broken)
         assert facts(in_table(table, several, indexes)) == expected
     (tmp_path / "d" / "i" / "later.png").write_bytes(b"x")
     assert in_table(table, several, indexes).left_out[0].count == 2, "the folder of now is held against it"
@@ -147,6 +149,21 @@ def test_local_shards_need_no_index_beside_them(
     assert other.fingerprint() != expected.fingerprint() and other.read(0) != first
     (folder / "001.tar").unlink()
     assert len(open_records(config, tmp_path / "d", "train")) == len(expected) - 7
+
+
+def test_sets_with_shards_of_one_name_size_and_time_are_told_apart(tmp_path: Path, indexes: Path) -> None:
+    made = []
+    for label in ("one", "two"):
+        folder = tmp_path / label
+        folder.mkdir()
+        with tarfile.open(folder / "0.tar", "w") as tar:
+            for name, data in (("a.cls", label.encode()), ("a.png", b"x")):
+                entry = tarfile.TarInfo(name)
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+        os.utime(folder / "0.tar", ns=(0, 0))
+        made.append(in_tars(folder, indexes).classes)
+    assert made == [("one",), ("two",)]
 
 
 def test_no_shards_are_refused_as_before(tmp_path: Path) -> None:
@@ -280,7 +297,7 @@ def test_hosts_share_an_index_wherever_the_data_are_mounted(
     )
     in_folder(places[0] / "f").keep_hashes(shared)
     monkeypatch.setattr(tar_shards, "members", broken)
-    monkeypatch.setattr(tables.csv, "reader", broken)
+    monkeypatch.setattr("csv.reader", broken)
     assert first == (
         facts(in_tars(places[1], shared))[:3],
         facts(in_table(places[1] / "train.csv", indexes=shared))[:3],
@@ -310,6 +327,25 @@ def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
     file.write_bytes(b"")
     other = in_folder(folder)
     assert other.keep_hashes(tmp_path / "i") is None and other.read(seen), "of another size, it isn't one"
+
+
+def test_hashes_that_another_user_keeps_are_compared_with(tmp_path: Path) -> None:
+    """A folder that several share: what one made, the others may read only (datasets#7900)."""
+    folder = photographs_of(tmp_path / "d", 3)
+    first = in_folder(folder)
+    file = first.keep_hashes(tmp_path / "i")
+    assert file and first.read(0)
+    shutil.copy(file, tmp_path / "copy")
+    file.unlink()
+    shutil.copy(tmp_path / "copy", file)
+    file.chmod(0o444)
+    (tmp_path / "i").chmod(0o555)
+    with permissions_count():
+        other = in_folder(folder)
+        assert other.keep_hashes(tmp_path / "i") == file
+        assert other.read(0) and other.read(1) and index.known_hashes(file) == 1
+        assert same(kept(tmp_path / "i", ["x"], some), some())
+    (tmp_path / "i").chmod(0o755)
 
 
 def test_hashes_need_no_key_once_they_are_there(tmp_path: Path) -> None:
@@ -348,6 +384,19 @@ def test_every_sample_of_loose_files_is_verified(
     assert cli.main(words) == 1
     out = capsys.readouterr().out
     assert f"{count - 2} of {count - 1}" in out and f"{max((root / 'val').rglob('*.jpg'))}" in out
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_hashes_that_cannot_be_kept_are_told(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photographs_of(tmp_path / "d" / "train", 5)
+    if full:
+        monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert cli.main(["data", "verify", str(tmp_path / "d")]) == 2
+    assert named(capsys.readouterr().err, "5 samples" if full else "data.index=DIR")
 
 
 def test_data_in_memory_are_not_verified(capsys: pytest.CaptureFixture[str]) -> None:

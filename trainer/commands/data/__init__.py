@@ -238,6 +238,8 @@ def _verify(options: argparse.Namespace) -> int:
     bad = 0
     for name, records, index in _to_verify(options, path):
         file = None if (indexed := hasattr(records, "about")) else records.keep_hashes(index, make=True)
+        if not (indexed or file):
+            raise BadInputError(f"{index_folder(index)}: hashes can't be kept there; give data.index=DIR")
         known = known_hashes(file) if file else 0
         with progress_bar(f"verifying {name}", len(records)) as advance:
             lines = list(damaged(records, advance))
@@ -248,9 +250,11 @@ def _verify(options: argparse.Namespace) -> int:
         when = "indexed" if indexed else "first read"
         say(f"{name}: {len(records) - len(lines):,} of {len(records):,} samples are as they were {when}")
         if file:
-            say(f"  {known_hashes(file) - known:,} of them were read for the first time: {file}")
-        elif not indexed:
-            raise BadInputError(f"{index_folder(index)}: hashes can't be kept there; give data.index=DIR")
+            say(f"  {(now := known_hashes(file)) - known:,} of them were read for the first time: {file}")
+            if (lost := len(records) - len(lines) - now) > 0:
+                raise BadInputError(
+                    f"{file}: the hashes of {lost:,} samples can't be kept; is the disk full?"
+                )
         _tell_left_out(records.left_out)
         bad += len(lines)
     return EXIT_FAILED if bad else EXIT_DONE

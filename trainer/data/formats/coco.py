@@ -370,55 +370,51 @@ def _is_name(value: Any) -> bool:
 
 
 class _Known(NamedTuple):
-    """What rules refer to: folder of the images, and what may be named by its id."""
+    """What annotations may refer to, by id."""
 
-    folder: Path = Path()
     images: Collection[int] = ()
     categories: Collection[int] = ()
 
 
-def _is_inside(entry: Mapping[str, Any], known: _Known) -> bool:  # noqa: ARG001
-    path = Path(entry["file_name"])
+def _is_inside(path: Path) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
 _Rule = tuple[Callable[[Mapping[str, Any], _Known], bool], str]
-_WHOLE = ("id", "image_id", "category_id", "height", "width")  # may be written as floats
+_OF, _SIDES = "of image {image_id}: ", ("height", "width")
+_WHOLE = ("id", "image_id", "category_id", *_SIDES)  # may be written as floats
 _NOUNS = {"images": "image", "annotations": "annotation", "categories": "category"}
 # What must hold for each entry of a list, in this order, and what is said of the first for which it doesn't.
 _RULES: Mapping[str, tuple[_Rule, ...]] = {
     "images": (
+        (lambda e, _: _is_name(e.get("file_name")) and "\0" not in e["file_name"], "has no file_name"),
+        (lambda e, _: _is_inside(Path(e["file_name"])), "file_name {file_name} leads out of the folder"),
         (
-            lambda image, _: _is_name(image.get("file_name")) and "\0" not in image["file_name"],
-            "has no file_name",
-        ),
-        (_is_inside, "file_name {file_name} leads out of the folder of the images"),
-        (
-            lambda image, _: min(_as_id(image.get("height")) or 0, _as_id(image.get("width")) or 0) > 0,
-            "({file_name}) has no height and width",
+            lambda e, _: all((_as_id(e.get(k)) or 0) > 0 for k in _SIDES),
+            "({file_name}) lacks height or width",
         ),
     ),
     "annotations": (
-        (lambda box, known: _as_id(box.get("image_id")) in known.images, "there is no image {image_id}"),
+        (lambda e, known: _as_id(e.get("image_id")) in known.images, "there is no image {image_id}"),
         (
-            lambda box, known: _as_id(box.get("category_id")) in known.categories,
-            "of image {image_id}: there is no category {category_id}",
+            lambda e, known: _as_id(e.get("category_id")) in known.categories,
+            _OF + "there is no category {category_id}",
         ),
         # pycocotools can't read an `iscrowd` without a value; `ignore` says nothing then.
-        (
-            lambda box, _: box.get("iscrowd", 0) in (0, 1),
-            "of image {image_id}: iscrowd is {iscrowd}, neither 0 nor 1",
-        ),
-        (
-            lambda box, _: (box.get("ignore") or 0) in (0, 1),
-            "of image {image_id}: ignore is {ignore}, neither 0 nor 1",
-        ),
+        (lambda e, _: e.get("iscrowd", 0) in (0, 1), _OF + "iscrowd is {iscrowd}, neither 0 nor 1"),
+        (lambda e, _: (e.get("ignore") or 0) in (0, 1), _OF + "ignore is {ignore}, neither 0 nor 1"),
     ),
-    "categories": ((lambda category, _: _is_name(category.get("name")), "has no name"),),
+    "categories": ((lambda e, _: _is_name(e.get("name")), "has no name"),),
 }
 
 
-def _check(file: Path, table: str, instances: Mapping[str, Any], known: _Known) -> None:
+def _check(
+    file: Path,
+    table: str,
+    instances: Mapping[str, Any],
+    known: _Known = _Known(),  # noqa: B008  (a tuple)
+    folder: Path = Path(),
+) -> None:
     """Checks the entries of a list by its rules.
 
     Raises:
@@ -430,13 +426,13 @@ def _check(file: Path, table: str, instances: Mapping[str, Any], known: _Known) 
                 values = {key: quoted(value) for key, value in entry.items()}
                 said = says.format_map(defaultdict(lambda: "None", values))
                 name = entry.get("file_name")
-                more = hint(os.fsencode(known.folder), os.fsencode(name)) if "leads out" in says else ""
+                more = hint(os.fsencode(folder), os.fsencode(name)) if "leads out" in says else ""
                 raise BadInputError(f"{file}: {_NOUNS[table]} {entry['id']} {said}{more}")
 
 
 def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut]) -> dict[int, str]:
     """Returns category names by id, sorted by id."""
-    _check(file, "categories", instances, _Known())
+    _check(file, "categories", instances)
     if not instances["categories"]:
         raise BadInputError(f"{file}: has no categories")
     used = {_as_id(entry.get("category_id")) for entry in instances["annotations"]}
@@ -467,7 +463,7 @@ def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut
 
 def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """Returns the entries of images by id."""
-    _check(file, "images", instances, _Known(folder))
+    _check(file, "images", instances, folder=folder)
     if twice := _twice((os.path.normpath(entry["file_name"]), entry) for entry in instances["images"]):
         _, other, image = twice
         raise BadInputError(
@@ -488,7 +484,7 @@ def _boxes(
     """Returns left, top, right, bottom, class, _CROWD, _IGNORE or 0, and area of each box, by image id."""
     class_of = {number: index for index, number in enumerate(categories)}
     boxes: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
-    _check(file, "annotations", instances, _Known(images=images, categories=class_of))
+    _check(file, "annotations", instances, _Known(images, class_of))
     for entry in instances["annotations"]:
         number, image = entry["image_id"], images[entry["image_id"]]
         height, width = image["height"], image["width"]

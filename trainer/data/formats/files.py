@@ -103,7 +103,7 @@ class Files(Records):
 
     @property
     def numbers(self) -> list[int]:
-        """See `Listed.numbers`."""
+        """Number of the line or row of each sample, or the id of its image."""
         numbers: list[int] = self._columns["number"].tolist()
         return numbers
 

@@ -17,6 +17,7 @@ from trainer.data.formats.index import Index, hashes_of, index_folder, is_as_bef
 from trainer.data.left_out import LeftOut, tally
 from trainer.data.shared import Columns, name_at
 from trainer.errors import BadInputError
+from trainer.observe.console import say
 from trainer.rng import Ints
 
 LABEL, ROW = "label", "row"
@@ -117,6 +118,8 @@ class Records(ABC):
         folder, make = index_folder(index), make or index is not None
         if make or any(folder.glob(f"{len(self)}-*.hashes")):
             self._hashes = hashes_of(folder, self.fingerprint(), len(self), make)
+            if make and self._hashes is None:
+                say(f"{folder}: no hashes can be kept there, so samples aren't compared with earlier ones")
         if self._hashes is not None and ROW not in self._columns:
             self._columns = self._columns.replaced(ROW, np.arange(len(self)))
         return self._hashes

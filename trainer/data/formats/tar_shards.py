@@ -37,12 +37,12 @@ from trainer.data.formats.sharded import (
 from trainer.data.formats.signatures import what_lies_at
 from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
 from trainer.data.shared import Columns
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.host import strict_json
 from trainer.host.files import read_hashed
 from trainer.observe.console import say
 
-_BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
+_BLOCK, _CHUNK, _BEGIN = tarfile.BLOCKSIZE, 1 << 20, 1 << 12
 _MEND = "make the shard again"
 _LONGEST_NAME, _LARGEST_HEADER = 4096, 1 << 20
 _TALLIED = 1000  # entries of `left_out` after which they are summed
@@ -180,7 +180,10 @@ def in_tars(folder: Path, indexes: Path) -> ShardedRecords:
     """
     files, beside = tar_files(folder)
     facts = [file.stat() for file in files]
-    made_from = [[file.name, one.st_size, one.st_mtime_ns] for file, one in zip(files, facts, strict=True)]
+    made_from = [
+        [file.name, one.st_size, one.st_mtime_ns, _hash_of_begin(file)]
+        for file, one in zip(files, facts, strict=True)
+    ]
 
     def make() -> Index:
         size = sum(one.st_size for one in facts) / 1e9
@@ -196,6 +199,12 @@ def in_tars(folder: Path, indexes: Path) -> ShardedRecords:
         if all(records.is_whole(sample) for sample in spread(len(records), CONTENTS).tolist()):
             break
     return records
+
+
+def _hash_of_begin(file: Path) -> int:
+    """Returns the hash of a shard's first bytes: other sets may have the same names, sizes and times."""
+    with reading(file), file.open("rb") as opened:
+        return content_hash(opened.read(_BEGIN))
 
 
 def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None, image: str = "") -> About:
