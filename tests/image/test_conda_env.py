@@ -506,7 +506,7 @@ def test_conda_never_writes_bytecode_of_its_own(
     packages: Channel, make: Make, conda: str, tmp_path: Path, add: bool
 ) -> None:
     """It stays in the dev image, and bytecode holds times: two builds would differ."""
-    words = ()
+    words: tuple[str, ...] = ()
     if add:
         made = make(lines=packages.lines[:1])
         assert made.code == 0
