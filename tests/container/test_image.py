@@ -62,7 +62,7 @@ def test_anyone_can_train_without_capabilities_network_or_a_disk_to_write_to(
     train_image: str, user: str
 ) -> None:
     given = [f"--user={user}"] if user else []
-    # Compiling asks for a name, which the image's own user and root have: as one of them, and one of the others.
+    # Compiling asks for a name, which the image has for its own user and root: tried as one of each kind.
     program = TRAINED if user in USERS[1:3] else COMPILED + TRAINED
     out = engine("run", *LIMITED, *READ_ONLY, *given, train_image, "bash", "-ec", program)
     assert "accuracy" in out
