@@ -5,11 +5,12 @@ GROUPS  = train
 RUN     = runs
 VENV    = .venv
 $(foreach name,GPUS OUT RESUME ARGS PYTHON IMAGE DATA,$(eval $(name) =))
-given  := $(STACK)
+given := $(STACK)
+ignored := $(if $(given),,STACK) $(if $(RUNTIME),,RUNTIME)
 override STACK := $(or $(STACK),torch2.9-cu128)
 RUNTIME := $(or $(RUNTIME),auto)
-$(if $(wildcard .env),$(if $(filter-out help up down,$(MAKECMDGOALS)),$(if $(shell grep -E '^(STACK|RUNTIME)=.' .env),$(if $(given),, \
-	$(warning .env: make takes STACK and RUNTIME from its command line or the environment alone)))))
+$(if $(wildcard .env),$(if $(filter-out help up down,$(MAKECMDGOALS)),$(foreach name,$(ignored),$(if $(shell grep '^$(name)=.' .env), \
+	$(warning .env: make takes $(name) from its command line or the environment alone)))))
 
 # The first of these that runs and is in range; a pyenv shim can be on PATH and fail. The environment's own
 # Python comes first, so that PYTHON=… need not be repeated.

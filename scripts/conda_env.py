@@ -274,8 +274,7 @@ def make(options: argparse.Namespace) -> None:
         link(conda, "install" if options.add else "create", prefix, packages, cache, work)
         verify(prefix, packages, before)
         tidy(prefix, packages, keep)
-    version = subprocess.run([conda, "--version"], capture_output=True, text=True, check=False).stdout.strip()
-    say(f"{prefix}: {len(packages)} packages by {version} in {time.monotonic() - begun:.1f} s")
+    say(f"{prefix}: {len(packages)} packages in {time.monotonic() - begun:.1f} s")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ $(foreach name,REGISTRY BASE FROM TORCH DRIVER TAG SOURCE KEY ADVISORIES SEED N,
 
 help-maintain: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' scripts/maintain.mk
-	@echo '  variables: STACK=$(STACK) ARGS= OUT= BENCH= REGISTRY= BASE= IMAGE= FROM= TORCH= TAG= SOURCE= KEY= ADVISORIES='
+	@echo '  variables: STACK=$(STACK) ARGS= OUT= BENCH= REGISTRY= BASE= IMAGE= FROM= TORCH= TAG= SOURCE= ADVISORIES='
 
 verify-image: ## build STACK twice without cache and compare the bytes
 	$(call script,image.py verify --stack $(STACK) $(ARGS))
@@ -117,10 +117,11 @@ stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)
 
-release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.2.0 SOURCE=https://… KEY=file
+release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.2.0 SOURCE=https://…
+	$(if $(KEY),$(error KEY=: sign OUT/SHA256SUMS by cosign sign-blob, as the workflow release does))
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/python scripts/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") \
-		$(if $(SOURCE),--source "$(SOURCE)") $(if $(KEY),--key "$(KEY)") $(ARGS)
+		$(if $(SOURCE),--source "$(SOURCE)") $(ARGS)
 
 audit sbom: override VENV = build/lock
 audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes a release in a folder: wheel, sdist, notes, bill of materials, provenance, checksums, signature.
+"""Makes a release in a folder: wheel, sdist, notes, bill of materials, provenance, checksums.
 
 Nothing is published. What it builds is the commit that is checked out, not the files around it; two calls
 give the same bytes. The README gets absolute links and the metadata addresses, because an index shows them
@@ -224,31 +224,7 @@ def provenance(out: Path, source: str, tag: str) -> dict[str, Any]:
     }
 
 
-def sign(out: Path, key: Path) -> str:
-    """Signs SHA256SUMS with a local Ed25519 key, which is made if it isn't there; returns how to verify."""
-    words = ["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(key)]
-    steps = [] if key.exists() else [words]
-    public, listed, signature = out / "release.pub", out / "SHA256SUMS", out / "SHA256SUMS.sig"
-    steps += [["openssl", "pkey", "-in", str(key), "-pubout", "-out", str(public)]]
-    one = ["openssl", "pkeyutl", "-rawin", "-in", str(listed)]
-    steps += [[*one, "-sign", "-inkey", str(key), "-out", str(signature)]]
-    verify = [*one, "-verify", "-pubin", "-inkey", str(public), "-sigfile", str(signature)]
-    old = os.umask(0o077)  # a key is its owner's
-    try:
-        for step in [*steps, verify]:
-            subprocess.run(step, check=True, capture_output=True, text=True)
-    except OSError as error:
-        raise ReleaseError(f"openssl: {error.strerror}; install it, or leave KEY out") from None
-    except subprocess.CalledProcessError as error:
-        raise ReleaseError(f"openssl: {(error.stderr.strip().splitlines() or ['failed'])[-1]}") from None
-    finally:
-        os.umask(old)
-    public.chmod(0o644)
-    signature.chmod(0o644)
-    return "openssl pkeyutl -verify -rawin -in SHA256SUMS -pubin -inkey release.pub -sigfile SHA256SUMS.sig"
-
-
-def release(tag: str, out: Path, source: str, key: Path | None) -> None:
+def release(tag: str, out: Path, source: str) -> None:
     """Makes the release.
 
     Raises:
@@ -275,7 +251,6 @@ def release(tag: str, out: Path, source: str, key: Path | None) -> None:
         print(
             "release: no SOURCE=https://…: the metadata has no addresses, and the README's links are relative"
         )
-    print(f"release: {sign(out, key)}" if key else "release: SHA256SUMS isn't signed (KEY=FILE signs it)")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -286,10 +261,9 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--tag", default=f"v{stack}", help="the tag that it gets or has (%(default)s)")
     add("--out", type=Path, default=ROOT / "build/release", metavar="DIR", help="where (%(default)s)")
     add("--source", default="", metavar="URL", help="address of the repository's page")
-    add("--key", type=Path, metavar="FILE", help="Ed25519 key (PEM) that signs; made if it isn't there")
     options = parser.parse_args(words)
     try:
-        release(options.tag, options.out, options.source.rstrip("/"), options.key)
+        release(options.tag, options.out, options.source.rstrip("/"))
     except (ReleaseError, OSError) as error:
         print(f"release: {error}", file=sys.stderr)
         return 2

@@ -84,6 +84,13 @@ def test_no_remedy_is_in_force_in_our_own_image() -> None:
         assert not set(given) & set(remedy.split()), remedy
 
 
+def test_a_driver_in_a_folder_that_is_searched_is_no_matter_of_the_folder() -> None:
+    """Our own image searches GKE's."""
+    gpus = Gpus("Not Found", 12, nodes=True, unsearched="/usr/local/nvidia/lib64")
+    box = healthy(gpus=gpus, environ=image_environ())
+    assert "LD_LIBRARY_PATH" not in judge_facts(box)["gpu.nvml"].remedy
+
+
 @pytest.mark.parametrize(("name", "changes"), ABSENT, ids=[f"{one[0]}-{n}" for n, one in enumerate(ABSENT)])
 def test_what_is_not_available_says_why(name: str, changes: dict[str, Any]) -> None:
     found = judge_facts(healthy(**changes))[name]

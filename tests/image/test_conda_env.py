@@ -501,6 +501,25 @@ def test_a_conda_that_fails(make: Make, tmp_path: Path) -> None:
     assert "exit code 7" in made.error
 
 
+@pytest.mark.parametrize("add", [False, True])
+def test_conda_never_writes_bytecode_of_its_own(
+    packages: Channel, make: Make, conda: str, tmp_path: Path, add: bool
+) -> None:
+    """It stays in the dev image, and bytecode holds times: two builds would differ."""
+    words: tuple[str, ...] = ()
+    if add:
+        made = make(lines=packages.lines[:1])
+        assert made.code == 0
+        words = ("--add",)
+    log, wrapper = tmp_path / "calls", tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\necho "${{PYTHONDONTWRITEBYTECODE-}}" >>"{log}"\nexec {conda} "$@"\n')
+    wrapper.chmod(0o755)
+    made = make("--conda", wrapper, *words, lines=packages.lines[1:])
+    assert made.code == 0, made.out
+    assert set(log.read_text().split("\n")) == {"1", ""}
+    assert "" not in log.read_text().splitlines()
+
+
 @pytest.mark.usefixtures("packages")
 def test_what_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
     prefix = tmp_path / "opt" / "env"

@@ -111,6 +111,8 @@ def test_jupyterlab_below_the_prefix_of_kubeflow(
 def test_a_hub_gets_its_single_user_server(
     entrypoint: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
+    done = entrypoint("jupyter", JUPYTERHUB_API_TOKEN="x")  # the conda stacks have none
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     (tmp_path / "tools/jupyterhub-singleuser").write_text('#!/bin/sh\necho single "$@"\n')
     (tmp_path / "tools/jupyterhub-singleuser").chmod(0o755)
     assert entrypoint("jupyter", "--debug", JUPYTERHUB_API_TOKEN="x").stdout == "single --debug\n"

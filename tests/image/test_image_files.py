@@ -18,6 +18,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import image_files
 import pytest
 from explicit_lock import Package
 from image_files import Made, Report, account, keep, main
@@ -220,6 +221,18 @@ def report(tree: Tree, folder: Path, base: Tree = BASE, **more: Any) -> Report:
 
 def found(report: Report) -> list[tuple[str, str]]:
     return [(finding.kind, finding.path) for finding in report.findings]
+
+
+def test_each_file_that_the_dockerfile_copies_is_known() -> None:
+    text = (Path(image_files.__file__).parent.parent / "Dockerfile").read_text()
+    copied = {
+        name
+        for line in re.findall(r"^COPY --chmod\S+ (.*) \S+$", text, re.M)
+        for name in line.split()
+        if name.startswith("scripts/")
+    }
+    assert len(copied) > 6
+    assert copied == {made.like for made in image_files.MADE if made.like}
 
 
 def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:

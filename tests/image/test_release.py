@@ -1,7 +1,6 @@
-"""P1, P9: a release is of the tag and commit that it names, the same bytes twice, signed."""
+"""P1, P9: a release is of the tag and commit that it names, the same bytes twice."""
 
 import json
-import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -41,17 +40,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("project")
-def test_a_release_is_whole_signed_and_the_same_twice(tmp_path: Path) -> None:
-    if not shutil.which("openssl"):
-        pytest.skip("no openssl")
+def test_a_release_is_whole_and_the_same_twice(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        words = ["--tag=v0.2.0", f"--out={tmp_path / name}", f"--source={URL}", f"--key={tmp_path / 'key'}"]
+        words = ["--tag=v0.2.0", f"--out={tmp_path / name}", f"--source={URL}"]
         assert release.main(words) == 0
     one, two = (
         {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two")
     )
     assert one == two
-    assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert one["notes.md"] == b"- New.\n"
     (component,) = json.loads(one["sbom.cdx.json"])["components"]
     assert (component["name"], "licenses" in component) == ("numpy", True)
@@ -62,10 +58,6 @@ def test_a_release_is_whole_signed_and_the_same_twice(tmp_path: Path) -> None:
     assert "[c](d.md)" in said, "code stays as it is"
     with tarfile.open(tmp_path / "one/x-0.2.0.tar.gz") as sdist:
         assert {f"x-0.2.0/{name}" for name in FILES} < set(sdist.getnames())
-    (tmp_path / "one/SHA256SUMS").write_text("another\n")
-    verify = "openssl pkeyutl -verify -rawin -in SHA256SUMS -pubin -inkey release.pub -sigfile SHA256SUMS.sig"
-    assert subprocess.run(verify.split(), cwd=tmp_path / "two", check=False).returncode == 0
-    assert subprocess.run(verify.split(), cwd=tmp_path / "one", check=False).returncode != 0
 
 
 @pytest.mark.parametrize(
