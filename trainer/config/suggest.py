@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-_FARTHEST = 2  # letters that a slip changes; one in three at most
+_FARTHEST = 2  # letters that a slip changes: one in three, and one of two
 
 
 def distance(a: str, b: str) -> int:
@@ -20,9 +20,10 @@ def distance(a: str, b: str) -> int:
 def slip_of(name: str, known: Iterable[str]) -> str:
     """Returns the name that was probably meant: at a small distance, or the only one it begins; else ""."""
     names = list(known)
-    most = min(_FARTHEST, max(1, len(name.lstrip("-")) // 3))
+    letters = len(name.lstrip("-"))
+    most = min(_FARTHEST, max(letters // 3, letters > 1))
     close = sorted((distance(name, one), one) for one in names if abs(len(one) - len(name)) <= most)
-    begun = [one for one in names if one.startswith(f"{name}_")]
+    begun = [one for one in names if one.startswith((f"{name}_", f"{name}-"))]
     if close and close[0][0] <= most:
         return close[0][1]
     return begun[0] if len(begun) == 1 else ""
