@@ -163,24 +163,6 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert [int(part) for part in versions[1].split(".")] <= [int(part) for part in __version__.split(".")]
 
 
-def test_what_the_changelog_calls_new_is_a_key_or_a_command() -> None:
-    from trainer.cli import make_parser
-    from trainer.config.recipe import Recipe
-    from trainer.config.section import describe
-
-    text = (ROOT / "CHANGELOG.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    keys = {key.name for key in describe(Recipe)}
-    sections = {key.partition(".")[0] for key in keys}
-    known = make_parser().format_help()
-    for was, now in rows:
-        for name in re.findall(r"`([a-z_]+\.[a-z_]+)`", now):
-            assert name in keys or name.partition(".")[0] not in sections, name
-        assert not set(re.findall(r"`([a-z_]+\.[a-z_]+)`", was)) & keys - {"optim.milestones"}, was
-        for command in re.findall(r"`trainer ([a-z]+)`", now):
-            assert command in known, command
-
-
 def test_hooks_are_programs_of_the_lock() -> None:
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert local["repo"] == "local"
