@@ -1,9 +1,5 @@
 """Promise: the bench measures what reaches the optimizer, and fails where the trainer's own step is wrong."""
 
-import importlib
-import sys
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 from benchmarks import accumulation, against
 from benchmarks.__main__ import main
 from benchmarks.accumulation import CASES, Case, Recorded, judge, steps_due
-from benchmarks.against import timm
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
 from trainer.data.sampling import plan
@@ -46,14 +41,6 @@ def test_a_wrong_step_fails_the_bench(
     monkeypatch.setattr(where, what, mutant)
     assert main(["accumulation"]) == 1
     assert "WRONG" in capsys.readouterr().out
-
-
-def test_no_update_is_nothing_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(accumulation, "train_step", lambda *_: None)
-    assert main(["accumulation"]) == 3
-    assert "nothing measured" in capsys.readouterr().out
 
 
 def trained(case: Case, sizes: list[int], scales: list[float], mean_of_means: bool = False) -> Recorded:
@@ -144,70 +131,6 @@ def test_a_library_is_shown_in_all_its_ways_on_all_cases() -> None:
     }
 
 
-# Stands in for timm's train.py, which isn't ours to carry: the same arguments, right or as told.
-SCRIPT = """
-import argparse, pathlib
-import numpy as np, timm, torch
-from PIL import Image
-
-parser = argparse.ArgumentParser()
-for name in ("data-dir", "model"):
-    parser.add_argument("--" + name)
-for name in ("batch-size", "grad-accum-steps"):
-    parser.add_argument("--" + name, type=int)
-options, _ = parser.parse_known_args()
-model = timm.create_model(options.model)
-before = [p.clone() for p in model.parameters()]
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-files = sorted(pathlib.Path(options.data_dir, "train").glob("*/*.png"))
-images = torch.stack([torch.tensor(np.array(Image.open(file))).permute(2, 0, 1) / 255 for file in files])
-labels = torch.tensor([int(file.parent.name) for file in files])
-batches = list(zip(images.split(options.batch_size), labels.split(options.batch_size)))
-for start in range(0, len(batches), options.grad_accum_steps):
-    step = batches[start:start + options.grad_accum_steps]
-    for x, y in step:
-        (torch.nn.functional.cross_entropy(model(x), y) / len(step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), "the weights have changed"
-"""
-
-
-@pytest.mark.slow
-def test_a_script_is_read_as_it_trains(tmp_path: Path) -> None:
-    require("timm")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    (recorded,) = timm.accumulate(Case(7, 4, False), script)
-    score = judge(recorded, 4, [4, 3])
-    assert score.exact
-    assert sum(len(x) for x, _ in recorded.seen) == 14
-
-
-@pytest.mark.slow
-def test_a_script_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    require("timm")
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit('no such flag')")
-    assert main(["accumulation", "--against", "timm", "--timm-train", str(script)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "--against timm" in error
-    assert "no such flag" in error
-    with pytest.raises(against.LibraryFailed, match="no such flag") as failed:
-        list(accumulation.measure_library("timm", partial(timm.accumulate, script=script)))
-    assert failed.value.name == "timm"
-
-
-def test_without_the_script_timm_is_named_as_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    require("timm")
-    assert main(["accumulation", "--against", "timm"]) == 0
-    out = capsys.readouterr().out
-    assert "not measured" in out
-    assert "--timm-train FILE" in out
-    assert len(table_rows(out)) == 2 * len(CASES)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -224,26 +147,3 @@ def test_bad_input_is_one_line(
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert captured.out == ""
-
-
-def test_a_missing_script_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    require("timm")
-    assert main(["accumulation", "--against", "timm", "--timm-train", "/no/such.py"]) == 2
-    assert "/no/such.py" in capsys.readouterr().err
-
-
-def test_a_library_that_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(against.LIBRARIES, "lightning", "no-such-distribution")
-    assert main(["accumulation", "--against", "lightning"]) == 2
-    assert "pip install .[bench]" in capsys.readouterr().err
-
-
-def test_who_offers_what_is_known_without_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in ("lightning", "accelerate", "timm", "ignite"):
-        monkeypatch.setitem(sys.modules, library, None)
-    for name in against.LIBRARIES:
-        importlib.reload(importlib.import_module(f"benchmarks.against.{name}"))
-    assert list(against.offering("accumulate")) == ["lightning", "accelerate", "timm"]
-    assert list(against.offering("train_tiny")) == ["lightning", "fabric", "accelerate", "ignite"]

@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,21 +16,15 @@ from benchmarks import targets, targets_run
 from benchmarks.__main__ import main, make_parser as bench_parser
 from benchmarks.claims import measuring, run as runs
 from benchmarks.claims.catalogue import ABLATIONS, CLAIMS, in_turn
-from benchmarks.claims.chart import chart
 from benchmarks.claims.claim import Claim, Measured, Row, Series, Source, compare, judge
-from benchmarks.claims.loading import AsFloats
 from benchmarks.claims.measuring import Measurement, Scene, Side, Size, measure_steps
-from benchmarks.claims.needs import library
 from benchmarks.claims.run import select
-from benchmarks.claims.show import as_json, summary, table
-from benchmarks.claims.training import _keep_gradients
-from benchmarks.targets_parts import Traffic, make_parser
+from benchmarks.targets_parts import make_parser
 from tests.helpers.clock import Clock
 from trainer.cli import make_parser as trainer_parser
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
-from trainer.data.dataset import ArrayDataset
 from trainer.train.step import train_step
 
 # Issue 12's list, and the figures of the field guides; each with the rows that are about it.
@@ -147,98 +140,6 @@ def test_steps_are_timed_in_turn(
     assert judge(time, CLAIM.most) == verdict
 
 
-def test_no_difference_at_all_is_not_said_to_help() -> None:
-    same = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.0, 1.0]
-    found = compare(Series({"off": same, "on": same[::-1]}, "ms"), "off", "on")
-    assert 0.95 < found.ratio < 1.05
-    assert judge(found, CLAIM.most) != "holds"
-
-
-def test_what_takes_memory_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "threads_per_rank", lambda *_: 1)
-    size = Size(rounds=1, turn_s=0.0, images=0, scratch=tmp_path)
-    sides = {"one": Side(), "four": Side(("data.micro_batch_size=4",))}
-    found = measure_steps(Scene("digits", TINY, TINY), sides, size, memory=True).series
-    assert found["peak"].values["four"][0] < 0.5 * found["peak"].values["one"][0]
-    assert found["peak"].values["one"][0] < found["memory"].values["one"][0]
-    sides = {"zeros": Side(prepare=_keep_gradients), "None": Side()}
-    gradients = measure_steps(Scene("digits", TINY, TINY), sides, size, memory=True).series["memory"]
-    assert gradients.values["None"][0] < gradients.values["zeros"][0]
-    assert gradients.counted
-
-
-def fake(series: Mapping[str, Series]) -> runs.Measure:
-    def measure(name: str, sides: Collection[str], size: Size, within: float) -> Measurement | str:
-        assert sides and within > 0 and size.rounds >= 6
-        return Measurement(f"conditions of {name}", series)
-
-    return measure
-
-
-def test_table_and_json_say_the_same(tmp_path: Path) -> None:
-    claims = runs.select("bf16,fp16,zero-grad")
-    timed = Series({"fp32": [2.0] * 6, "bf16": [1.0] * 6, "zeros": [1.0] * 6, "None": [1.0] * 6}, "ms a step")
-    rows = runs.run_claims(claims, True, tmp_path, lambda _: None, fake({"time": timed}))
-    assert [row.claim for row in rows] == claims
-    found = json.loads(as_json(rows, "here", "how"))["claims"]
-    lines = [line for line in table(rows).splitlines() if line.startswith("| ")][1:]
-    assert len(lines) == len(found) == 3
-    for line, one in zip(lines, found, strict=True):
-        text, _, _, ratio, _, most, verdict = (cell.strip() for cell in line.strip("|").split(" | "))
-        assert text == one["claim"]
-        assert most == f"{one['most']:.2f}"
-        assert verdict == (f"{one['verdict']}: {one['reason']}" if one["reason"] else one["verdict"])
-        if one["measured"]:
-            assert ratio == f"{one['measured']['ratio']:.3f}"
-    verdicts = {one["name"]: one["verdict"] for one in found}
-    assert verdicts["bf16"] == "holds" and verdicts["zero-grad"] == "doesn't hold"
-    assert summary(rows).startswith("3 claims: ")
-    (axes,) = chart("title", rows).axes
-    dots = [line for line in axes.lines if line.get_marker() == "o"]
-    assert [(dot.get_xdata(), dot.get_ydata()) for dot in dots] == [
-        ([row.measured.ratio], [number]) for number, row in enumerate(rows) if row.measured
-    ]
-    assert [text.get_text().partition(":")[0] for text in axes.texts] == [row.verdict for row in rows]
-
-
-def test_why_a_claim_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runs, "first_missing", lambda needs: "no GPU" if "cuda" in needs else "")
-
-    def fails(name: str, *_: object) -> str:
-        return f"failed: {name}"
-
-    claims = runs.select("tf32,bf16,compile,item")
-    rows = {row.claim.name: row for row in runs.run_claims(claims, True, tmp_path, lambda _: None, fails)}
-    assert rows["tf32"].reason == "no GPU"
-    assert rows["bf16"].reason == "failed: precision"
-    assert rows["compile"].reason == "takes longer than --quick allows"
-    assert {row.verdict for row in rows.values()} == {"not measured"}
-    monkeypatch.setattr(runs, "QUICK", runs.QUICK._replace(limit_s=0.0))
-    late = runs.run_claims(claims, True, tmp_path, lambda _: None, fails)
-    assert late[-1].reason == "no time was left of 0 s: --only item"
-
-
-def test_an_ablation_that_fails_or_hangs_has_a_row(tmp_path: Path) -> None:
-    size = Size(6, 0.01, 16, tmp_path)
-    left = runs.measured_apart("precision", ["no such side"], size, 60.0)
-    assert isinstance(left, str) and left.startswith("failed: ")
-    assert runs.measured_apart("checkpointing", ["all", "none"], size, 0.0) == "did not end within 0 s"
-
-
-def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["claims", "--only", "bf61"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "no claim or ablation is called 'bf61'; did you mean 'bf16'?" in line
-
-
-def test_an_ablation_in_a_process_of_its_own(tmp_path: Path) -> None:
-    (claim,) = runs.select("managed-off")
-    sides = (claim.base, claim.tried)
-    found = runs.measured_apart(claim.ablation, sides, Size(6, 0.01, 16, tmp_path), 120.0)
-    assert not isinstance(found, str)
-    assert judge(compare(found.series[claim.quantity], *sides), claim.most) == "holds"
-
-
 def test_two_claims_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,21 +165,6 @@ def test_nothing_that_can_be_measured_is_exit_code_3(
     monkeypatch.setattr(runs, "first_missing", lambda _: "no GPU")
     assert main(["claims", "--quick", "--only", "tf32"]) == 3
     assert "not measured: no GPU" in capsys.readouterr().out
-
-
-def test_images_as_floats_are_those_of_the_bytes() -> None:
-    image = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
-    floats = AsFloats(ArrayDataset({"image": image, "label": np.array([0, 1])}))
-    assert floats.fields["image"].dtype == np.float32
-    out: dict[str, Any] = {"image": np.empty(image.shape, np.float32), "label": np.empty(2, np.int64)}
-    floats.read(np.array([0, 1]), None, out)
-    np.testing.assert_array_equal(out["image"], image.astype(np.float32) / np.float32(255))
-
-
-def test_a_library_is_found(tmp_path: Path) -> None:
-    (tmp_path / "libjemalloc.so.2").touch()
-    assert library("jemalloc", {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}) == tmp_path / "libjemalloc.so.2"
-    assert library("no-such-library", {}) is None
 
 
 def test_the_targets_say_that_there_is_no_gpu(
@@ -332,11 +218,3 @@ def test_what_the_targets_conclude() -> None:
         "0.900 of synthetic; GPU utilization 95%",
         False,
     )
-
-
-def test_the_bytes_that_operations_move_are_counted() -> None:
-    layer = torch.nn.Linear(4, 2, bias=False)
-    with Traffic() as counted:
-        torch.relu_(layer(torch.ones(3, 4)).view(-1))
-    # ones: 48 bytes, product: 48 + 32 + 24, relu in place: 24 read, 24 written; transposing moves nothing
-    assert counted.bytes == 48 + 104 + 48

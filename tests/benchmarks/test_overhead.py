@@ -1,6 +1,5 @@
 """Promise: the bench times the trainer's loop beside the same mathematics by hand, and judges."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,17 +121,3 @@ def test_a_library_does_the_same_mathematics(monkeypatch: pytest.MonkeyPatch, li
     hand_average, library_average = averages.values()
     assert torch.allclose(hand_average, library_average, atol=1e-6)
     assert not torch.allclose(hand_average, by_hand, atol=1e-5)
-
-
-def test_a_library_gets_its_row(capsys: pytest.CaptureFixture[str]) -> None:
-    require("ignite")
-    code = main(["overhead", "--rounds", "2", "--steps", "20", "--target", "1e6", "--against", "ignite"])
-    assert code == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^\| ignite \d\S+ \| \d+\.\d \| -?\d+\.\d \| -?\d+\.\d to -?\d+\.\d \|$", out, re.M)
-    assert re.search(r"trainer - by hand +-?\d+\.\d +95 % interval", out)
-
-
-def test_an_unknown_library_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["overhead", "--against", "timm"]) == 2
-    assert "(there are: lightning, fabric, accelerate, ignite)" in capsys.readouterr().err

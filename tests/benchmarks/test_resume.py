@@ -85,14 +85,6 @@ def test_a_run_that_goes_on_wrongly_fails_the_bench(
     assert row[-2:] == ["other", "DIFFERENT"]
 
 
-def test_no_later_update_is_nothing_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(resume, "CUTS", (UPDATES,))
-    assert main(["resume"]) == 3
-    assert "nothing measured" in capsys.readouterr().out
-
-
 def steps(samples: list[list[int]], losses: list[float], weight: float = 1.0) -> Steps:
     made = Steps()
     made.samples, made.losses, made.weights = samples, losses, torch.tensor([weight])
@@ -128,11 +120,3 @@ def test_what_a_library_is_given_and_what_is_read(library: str) -> None:
             seen = [sample for update in whole[epoch * BATCHES :][:BATCHES] for sample in update]
             assert sorted(seen) == list(range(BATCHES * BATCH))
         assert len(resumed.later.samples) == UPDATES - 33
-
-
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["resume", "--against", "timm"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert "there are: lightning, accelerate" in captured.err
-    assert captured.out == ""

@@ -1,21 +1,15 @@
 """Promise: the scoreboard names winners, losers and failures, and leaves no library out."""
 
 import json
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from benchmarks.charts import as_svg
 from benchmarks.paired import median_interval, values_outside
-from benchmarks.scoreboard.bench import bench_scoreboard
 from benchmarks.scoreboard.benches import BENCHES
-from benchmarks.scoreboard.chart import chart
 from benchmarks.scoreboard.figures import (
     BUSY,
     NOT_BEST,
@@ -28,20 +22,17 @@ from benchmarks.scoreboard.figures import (
     outcomes,
     timed,
 )
-from benchmarks.scoreboard.show import as_json, summary, text
+from benchmarks.scoreboard.show import as_json, text
 from tests.helpers.scoreboard_parts import (
     COUNTED,
     FAILED,
     MACHINE,
-    MISSING,
-    OPEN,
     OVERHEAD,
     PARTS,
     WON,
     rows,
     words,
 )
-from trainer.observe.text import DASH
 
 
 @pytest.mark.parametrize(
@@ -97,17 +88,6 @@ def test_a_count_is_decided_by_any_difference() -> None:
     assert not Counted("a", 7, 8, 8).broken
 
 
-def test_a_loser_is_shown_as_a_loser() -> None:
-    page = text(PARTS, MACHINE)
-    table = rows(page, BENCHES["overhead"].title)
-    assert [row[-1] for row in table] == ["trainer wins", "**trainer loses**", "undecided", "not installed"]
-    assert table[1] == ["trainer 1", "quick 1.0", "100", "80", "1.250", "1.210 to 1.290", "**trainer loses**"]
-    assert rows(page, "Who wins")[0] == ["overhead", "1", "1", "0", "1"]
-    assert "- **The trainer loses 1:** overhead against quick 1.0 (trainer 1: 1.250" in page
-    assert "loses nowhere" not in page
-    assert "The trainer loses nowhere here" in summary([COUNTED])
-
-
 def test_only_the_best_way_of_a_rival_counts() -> None:
     """However many bad ways it has, wherever they stand."""
     ways = [0.5, 0.6, 1.25, 0.7]
@@ -132,18 +112,6 @@ def test_only_the_best_way_of_a_rival_counts() -> None:
     assert [row["outcome"] for row in figures] == [*(None, None, None, "trainer loses", None, "trainer wins")]
 
 
-def test_nobody_is_left_out() -> None:
-    page = text(PARTS, MACHINE)
-    assert [DASH, "nowhere", DASH, DASH, DASH, DASH, "not installed"] in rows(page, BENCHES["overhead"].title)
-    counted = rows(page, BENCHES["accumulation"].title)
-    assert counted[0] == ["trainer 1", "8 of 8", DASH, ""]
-    assert counted[1] == ["slow 2.0", "2 of 8", "8 of 8", "trainer wins"]
-    assert counted[2] == ["alike 3.0", "4 of 4", "4 of 4", "equal. not measured: the other four"]
-    assert counted[3] == ["timm 1.0", DASH, DASH, "not measured: its train.py isn't in its wheel"]
-    assert "- Not measured: overhead against nowhere; accumulation against timm 1.0." in page
-    assert "- Left out by `--only`: loader, tokens." in page
-
-
 def test_what_failed_is_said_and_so_is_a_broken_promise() -> None:
     page = text(PARTS, MACHINE)
     assert page.count("RuntimeError: it fell | over") == 2
@@ -156,39 +124,6 @@ def test_what_failed_is_said_and_so_is_a_broken_promise() -> None:
     broken = Part("accumulation", [Counted("trainer 1", 7, 8)], "x")
     assert broken.failures
     assert "breaks its promise" in text([broken], MACHINE)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_what_a_machine_cannot_measure_is_no_failure() -> None:
-    lacking = Part("loader", lacking="this machine has no /proc")
-    assert not lacking.failures
-    assert not lacking.measured
-    page = text([lacking, OVERHEAD], MACHINE)
-    assert "ailed" not in page
-    assert "- Not measured: loader: this machine has no /proc." in page
-    assert f"## {BENCHES['loader'].title}\n\nNot measured: this machine has no /proc\n" in page
-    assert "not measured: this machine has no /proc" in words([lacking])
-    assert json.loads(as_json([lacking], MACHINE, "x"))["benches"][0]["lacking"] == lacking.lacking
-    measure = {"loader": lacking, "overhead": OVERHEAD}
-    assert bench_scoreboard(only="loader,overhead", measure=lambda name, _, __: measure[name]) == 0
-
-
-def test_the_page_says_what_it_needs_to_be_refuted() -> None:
-    page = text(PARTS, MACHINE)
-    assert MACHINE.conditions in page and MACHINE.libraries in page
-    root = Path(__file__).parents[2]
-    loops = rows(page, "How to refute it")
-    assert [row[1] for row in loops if row[0] == "overhead"] == [
-        "lightning",
-        "fabric",
-        "accelerate",
-        "ignite",
-    ]
-    for _, library, loop, settings in loops:
-        function, _, file = loop.replace("`", "").partition(" in ")
-        assert f"def {function}(" in (root / file).read_text()
-        assert library in file
-        assert len(settings) > 20
 
 
 @pytest.mark.parametrize("shares", [(0.99, 0.4), (0.4, 0.99)])
@@ -210,52 +145,3 @@ def test_times_of_a_busy_machine_decide_nothing(shares: tuple[float, float]) -> 
     assert "ther work ran beside" not in page
     assert page.count("Just before and just after, this process got") == 1
     assert "in between isn't seen" in page
-
-
-@pytest.mark.parametrize(
-    "nothing",
-    [
-        [],
-        [FAILED],
-        [replace(OVERHEAD, rows=[OPEN])],
-        [replace(OVERHEAD, rows=[MISSING])],
-        [replace(OVERHEAD, rows=[replace(WON, apart="shrunk")])],
-        [replace(COUNTED, rows=COUNTED.rows[:1])],
-    ],
-    ids=["nothing", "failed", "undecided", "missing", "apart", "alone"],
-)
-def test_who_was_compared_with_nobody_loses_nowhere_isnt_said(nothing: list[Part]) -> None:
-    assert "nowhere" not in summary(nothing).replace("against nowhere", "")
-    assert "- Nothing is decided here." in summary(nothing)
-
-
-def test_the_plot_shows_all_of_it() -> None:
-    drawn = chart("title", PARTS)
-    shown = words(PARTS)
-    for part in PARTS:
-        assert part.name in shown
-        for row in part.rows:
-            assert any(row.against in word for word in shown)
-    assert any("trainer loses" in word for word in shown)
-    assert any("it fell" in word for word in shown)
-    dots = [
-        float(np.asarray(line.get_xdata())[0]) for line in drawn.axes[0].lines if line.get_marker() == "o"
-    ]
-    assert dots == [row.ratio for row in PARTS[0].rows if isinstance(row, Timed)]
-    file = as_svg(drawn)
-    assert file == as_svg(chart("title", PARTS))
-    there = {
-        "".join(one.itertext())
-        for one in ElementTree.fromstring(file).iter("{http://www.w3.org/2000/svg}text")
-    }
-    assert {word for word in shown if "\n" not in word} <= there | {""}
-
-
-def test_the_figures_hold_everything() -> None:
-    found = json.loads(as_json(PARTS, MACHINE, "the command"))
-    assert found["command"] == "the command"
-    assert found["benches"][0]["quiet"] is True
-    assert found["benches"][0]["raw"] == {"trainer 1": [1.0, 2.0]}
-    assert [row["outcome"] for row in found["benches"][0]["rows"]][1] == "trainer loses"
-    assert found["benches"][0]["rows"][1]["ratio"] == 1.25
-    assert found["benches"][2]["failed"] == FAILED.failed

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks import tokens
 from benchmarks.__main__ import main
-from benchmarks.scoreboard import benches, quiet
-from benchmarks.scoreboard.bench import bench_scoreboard, check_files, write_all
-from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
+from benchmarks.scoreboard import benches
+from benchmarks.scoreboard.bench import bench_scoreboard
+from benchmarks.scoreboard.benches import BENCHES, QUICK, measured_apart
 from benchmarks.scoreboard.common import Extent
 from benchmarks.scoreboard.figures import (
     BUSY,
@@ -24,13 +24,9 @@ from benchmarks.scoreboard.figures import (
     Absent,
     Counted,
     Part,
-    outcomes,
     timed,
 )
-from benchmarks.scoreboard.quiet import share_of_cpus
-from benchmarks.scoreboard.show import command_line
 from tests.helpers.scoreboard_parts import (
-    COUNTED,
     FAILED,
     LOST,
     MISSING,
@@ -87,28 +83,6 @@ def test_exit_codes(part: Part, code: int) -> None:
     assert bench_scoreboard(only="overhead", measure=answering(part)) == code
 
 
-def test_each_timed_part_is_looked_at_before_and_after(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shares = iter([0.99, 0.98, 0.97, 0.5])
-    seen: list[str] = []
-
-    def share() -> float:
-        seen.append("looked")
-        return next(shares)
-
-    def measure(name: str, _: Any, __: Any) -> Part:
-        seen.append(name)
-        return replace(OVERHEAD if BENCHES[name].timed else COUNTED, name=name)
-
-    monkeypatch.setattr(quiet, "share_of_cpus", share)
-    assert bench_scoreboard(only="overhead,tokens,resume", measure=measure) == 0
-    assert seen == ["looked", "overhead", "looked", "looked", "tokens", "looked", "resume"]
-    out = capsys.readouterr().out
-    assert rows(out, "Who wins")[:2] == [["overhead", "1", "1", "0", "1"], ["tokens", "0", "0", "0", "3"]]
-    assert "**Other work ran beside tokens:" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,29 +115,6 @@ def test_bad_input_is_one_line_before_anything_is_measured(
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert captured.out == ""
-
-
-def test_nothing_is_replaced_before_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / "a.json", tmp_path / "a.svg"]
-    for file in files:
-        file.write_text("old")
-    original = Path.write_text
-
-    def full(self: Path, *arguments: Any, **keywords: Any) -> int:
-        if "svg" in self.name:
-            raise OSError(28, "No space left on device", str(self))
-        return original(self, *arguments, **keywords)
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(BadInputError, match="No space left") as failed:
-        write_all(dict.fromkeys(files, "new"))
-    assert str(failed.value).startswith(f"{files[1]}: can't be written")
-    assert [file.read_text() for file in files] == ["old", "old"]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_the_figures_may_be_asked_for_where_they_lie_anyway(tmp_path: Path) -> None:
-    check_files(tmp_path / "a.json", None)
 
 
 def killed(*_: Any) -> Part:
@@ -209,20 +160,3 @@ def test_the_cheapest_part_in_earnest(tmp_path: Path, capsys: pytest.CaptureFixt
     decided = str(wanted.outcome).replace("trainer loses", "**trainer loses**")
     assert row[-1] == (decided if min(found["shares"]) >= QUIET else BUSY)
     assert "measuring tokens, 1 of 1" in captured.err
-
-
-def test_the_share_of_the_cpus() -> None:
-    assert 0 < share_of_cpus(0.05) <= 1
-    assert Part("tokens", shares=(0.95, 0.91)).quiet
-    assert not Part("tokens", shares=(0.95, 0.85)).quiet
-
-
-def test_enough_rounds_to_decide() -> None:
-    for extent in (QUICK, FULL):
-        assert min(extent.rounds, extent.epochs, extent.token_rounds) >= 6
-    assert outcomes([OVERHEAD], "trainer loses") == [(OVERHEAD, LOST)]
-
-
-def test_the_command_is_what_was_asked() -> None:
-    given = {"quick": True, "only": "", "out": Path("a b.md"), "json": None}
-    assert command_line(given) == "python -m benchmarks scoreboard --quick --out 'a b.md'"
