@@ -18,6 +18,7 @@ from packages_on_top import constraints, folder_of, pip_settings, search_path
 from tests.helpers.packages import wheel
 
 ROOT = Path(__file__).resolve().parents[2]
+_DEBIANS = Path("/usr/share/python-wheels")  # of python3-pip-whl
 
 
 def test_constraints_hold_each_package() -> None:
@@ -59,6 +60,15 @@ def on_top_program(folder: Path, python: Path) -> Path:
     return program
 
 
+def pip_wheel() -> Path:
+    """The pip that Python brings, as uv puts none into an environment."""
+    spec = importlib.util.find_spec("ensurepip")
+    bundled = Path(spec.origin).parent / "_bundled" if spec and spec.origin else Path()
+    return next(
+        (file for folder in (bundled, _DEBIANS) for file in folder.glob("pip-*.whl")), Path("no pip here")
+    )
+
+
 @pytest.fixture
 def image(tmp_path: Path) -> Image:
     """With a package, `pinned`, of its own; `extra`, 1.0 and 2.0, `newer` and a real pip are at hand."""
@@ -78,10 +88,8 @@ def image(tmp_path: Path) -> Image:
     site = tmp_path / f"env/lib/python{version}/site-packages"
     with zipfile.ZipFile(wheels / "pinned-1.0-py3-none-any.whl") as file:
         file.extractall(site)
-    # The host's pip, without its seconds of installation.
-    spec = importlib.util.find_spec("pip")
-    assert spec and spec.origin
-    (site / "pip").symlink_to(Path(spec.origin).parent)
+    with zipfile.ZipFile(pip_wheel()) as file:
+        file.extractall(site)
     held = tmp_path / "constraints.txt"
     held.write_text(constraints([("pinned", "1.0")]))
     settings = pip_settings("small", held, str(on_top_program(tmp_path, python)))
