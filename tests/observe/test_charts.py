@@ -136,3 +136,9 @@ def test_any_value_becomes_text_that_html_may_hold(value: Any) -> None:
     assert not set("<>\"'") & set(text) and "\x1b" not in text
     text.encode("utf-8", "strict")
     assert len(plain(value, 50)) <= 50
+
+
+def test_labels_of_an_axis_to_1e30_are_short_and_told_apart() -> None:
+    labels = [label for _, label in make_axis(0.0, 1.5e30, zero=True).ticks]
+    assert labels[0] == "0" and len(set(labels)) == len(labels)
+    assert labels[-1] == "1.5\u00b710\u00b3\u2070" and max(map(len, labels)) <= 8

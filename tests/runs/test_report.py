@@ -726,3 +726,11 @@ def test_the_slowest_rank_costs_time_and_not_records(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (found,) = read_recorded_run(tmp_path).slow.values()
     assert found.rows == 2 and found.seconds / found.wall == pytest.approx(0.108)
+
+
+def test_the_result_is_the_headline(tmp_path: Path) -> None:
+    run = read_recorded_run(write_run(tmp_path / "run", 4))
+    html = page_of.page([run])
+    first = figures.metrics(run)[0]
+    (headline,) = re.findall(r'<h1>.*?<span class="result">(.*?)</span></h1>', html)
+    assert headline.startswith(figures.metric_title(first)) and figures.metric_title("map_50") == "mAP@50"

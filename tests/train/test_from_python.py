@@ -34,6 +34,7 @@ from trainer.errors import BadInputError, DivergedError
 from trainer.host.latest import MANIFEST
 from trainer.host.limits import allowed_cpus
 from trainer.runs.manifest import read_stored
+from trainer.train.request import typed
 
 SETTINGS = {
     "epochs": 1,
@@ -838,3 +839,16 @@ def test_a_folder_whose_name_is_no_text(here: Path) -> None:
     assert (quick(out=None).folder / "model.safetensors").exists()
     os.chdir(here)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/env/bin/trainer", "train", "digits"], "trainer train digits"),
+        (["/x/trainer/__main__.py", "runs"], "trainer runs"),
+        (["mine.py", "a b"], "python mine.py 'a b'"),
+        (["/x/ipykernel_launcher.py", "-f", "k.json"], "fit(...) in a notebook"),
+    ],
+)
+def test_the_command_of_a_run_is_what_was_started(argv: list[str], command: str) -> None:
+    assert typed(argv) == command

@@ -86,7 +86,7 @@ COMMAND_WORDS |= _MORE
 def setting_meant(word: str) -> str:
     """What to type for a flag or key of others, `--ckpt-path` or `optim.learning_rate`; "" if unknown."""
     name = word.lstrip("-").lower().replace("-", "_")
-    return SETTING_WORDS.get(name) or SETTING_WORDS.get(name.rpartition(".")[2], "")
+    return SETTING_WORDS.get(name.rpartition(".")[2], "")
 
 
 def command_meant(word: str) -> str:
