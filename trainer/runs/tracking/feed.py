@@ -163,7 +163,7 @@ class Feed:
             message = self._queue.get()
             while isinstance(message, dict):
                 rows.append(message)
-                if self._queue.empty():
+                if self._queue.empty() or len(rows) == _ROWS:  # a link would drop what is beyond
                     break
                 message = self._queue.get()
             else:
