@@ -2,7 +2,7 @@
 BENCH = claims
 $(foreach name,REGISTRY BASE FROM TORCH DRIVER TAG SOURCE KEY ADVISORIES SEED N,$(eval $(name) =))
 .PHONY: audit bench chaos clean-venv compat compat-newest compat-oldest coverage docs first-build help-maintain image-test \
-	lint lock mutants nightly oracles push release sbom slowdowns stack steady test test-all verify-image
+	lint lock mutant-table mutants nightly oracles push release sbom slowdowns stack steady test test-all verify-image
 
 help-maintain: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' scripts/maintain.mk
@@ -28,7 +28,7 @@ test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 coverage: ## run the fast tests, and name the lines and branches of trainer/ and scripts/ that they never reach
 	$(call bootstrap,--groups train test)
 	rm -rf build/coverage && mkdir -p build/coverage
-	$(VENV)/bin/coverage run -m pytest -n auto --dist loadgroup -m "not slow and not container" $(ARGS)
+	$(VENV)/bin/coverage run --branch -m pytest -n auto --dist loadgroup -m "not slow and not container" $(ARGS)
 	$(VENV)/bin/coverage combine -q && $(VENV)/bin/coverage report
 
 # In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
@@ -47,11 +47,21 @@ test-all: ## run every test, with many more random examples; containers need an 
 
 mutants: ## break a copy of the package in known ways: does the fast suite see each? (minutes); ARGS="--only data"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m tests.mutants $(if $(OUT),--out "$(OUT)") $(ARGS)
+	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
-steady: ## run the fast tests 10 times: quiet, beside busy processes, on one core (an hour); OUT=FILE.md
+build/mutants/coverage.db:
+	rm -rf build/coverage && mkdir -p build/coverage build/mutants
+	-$(VENV)/bin/coverage run -m pytest -p tests.mutants.contexts -n auto --dist loadgroup \
+		-m "not slow and not container" --junitxml=build/mutants/times.xml
+	$(VENV)/bin/coverage combine -q --data-file=$@ build/coverage
+
+# Delete build/mutants after a change of tests: it says which of them run which line.
+mutant-table: build/mutants/coverage.db ## add to tests/mutants/table.jsonl which fast tests see a mutant, known or generated (hours); ARGS="--only optim"
+	$(VENV)/bin/python -m tests.mutants.table $(ARGS)
+
+steady: ## run the fast tests 10 times: quiet, beside busy processes, on one core (an hour); ARGS="--ci 1"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m tests.steady $(or $(ARGS),--quiet 3 --busy 5 --one-core 2) $(if $(OUT),--out "$(OUT)")
+	$(VENV)/bin/python -m tests.steady $(or $(ARGS),--quiet 3 --busy 5 --one-core 2)
 
 chaos: ## cut, kill, signal and hang runs at random (about an hour); ARGS="--kills 20"
 	$(call bootstrap,--groups train test)

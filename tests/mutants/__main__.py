@@ -37,6 +37,16 @@ def read_mutants(file: Path) -> list[Mutant]:
     return [Mutant(**entry) for entry in parse_yaml(file.read_text(), file.name)]
 
 
+def copy_of_checkout(folder: Path) -> Path:
+    """Copies the files that git tracks, as they are now, into a new folder."""
+    folder.mkdir()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    words = ["tar", "--null", "-T", "-", "-cf", "-"]
+    packed = subprocess.run(words, cwd=ROOT, input=listed, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-xf", "-", "-C", folder], input=packed, check=True)
+    return folder
+
+
 def _seen(mutant: Mutant, copy: Path) -> str:
     """Breaks the copy, runs the test, mends the copy; "" if the test failed, else what happened instead."""
     file = copy / mutant.file
@@ -67,7 +77,6 @@ def main() -> int:
     """Runs them, a line each; 1 if one wasn't seen."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose room or words contain this")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write a table")
     options = parser.parse_args()
     rooms = {file.stem: read_mutants(file) for file in sorted(HERE.glob("*.yaml"))}
     chosen = [
@@ -76,26 +85,13 @@ def main() -> int:
         for mutant in mutants
         if options.only in f"{room} {mutant.what}"
     ]
-    rows, unseen = [], 0
+    unseen = 0
     with tempfile.TemporaryDirectory(prefix="trainer-mutants-") as folder:
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-        copied = subprocess.run(
-            ["tar", "--null", "-T", "-", "-cf", "-"],
-            cwd=ROOT,
-            input=listed.stdout,
-            capture_output=True,
-            check=True,
-        )
-        subprocess.run(["tar", "-xf", "-", "-C", folder], input=copied.stdout, check=True)
+        copy = copy_of_checkout(Path(folder, "copy"))
         for number, (room, mutant) in enumerate(chosen, 1):
-            trouble = _seen(mutant, Path(folder))
+            trouble = _seen(mutant, copy)
             unseen += bool(trouble)
             print(f"{number}/{len(chosen)} {room}: {mutant.what}: {trouble or 'seen'}", flush=True)
-            rows.append(f"| {room} | {mutant.what} | {trouble or f'`{mutant.test}`'} |")
-    if options.out:
-        head = "# Faults that the fast suite sees\n\n"
-        head += "| room | fault | the test that fails |\n|---|---|---|\n"
-        options.out.write_text(head + "\n".join(rows) + "\n")
     print(f"{len(chosen) - unseen} of {len(chosen)} were seen")
     return bool(unseen)
 
