@@ -2,8 +2,11 @@
 
 import json
 import os
+import shutil
 import sys
+from base64 import b64decode
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import preloaded
@@ -20,9 +24,10 @@ from tests.helpers.rows import read_rows
 from tests.helpers.trained import train_digits
 from trainer.cli import main
 from trainer.commands.evaluate.details import OfClasses, with_details
-from trainer.commands.evaluate.evaluate import chart, per_class
+from trainer.commands.evaluate.evaluate import per_class
 from trainer.config.recipe_file import load_recipe
 from trainer.data.batch import Batch
+from trainer.observe.charts.confusion import confusion_chart
 from trainer.tasks.average_precision import average_precision, coco_figures
 from trainer.tasks.sums import classified
 from trainer.train.components.task import make_task
@@ -80,6 +85,37 @@ def test_people_see_a_table_and_a_picture(
     assert f"accuracy {last_row(digits_run)['accuracy']:.4f}" in said
     assert "precision" in said
     assert plot.read_text().count("<title>") == 100
+
+
+def test_the_report_has_the_last_evaluation(digits_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    assert main(["evaluate", str(run)]) == 0
+    mistakes = json.loads((run / "evaluation.json").read_text())["mistakes"]
+    data = open_run(run).task.evaluation_data
+    assert mistakes and data.arrays is not None
+    sure = [one["sure"] for one in mistakes]
+    assert sure == sorted(sure, reverse=True)
+    for one in mistakes:
+        assert one["label"] == data.arrays["label"][one["sample"]] != one["predicted"]
+        picture = np.asarray(Image.open(BytesIO(b64decode(one["png"]))))
+        assert (picture == data.arrays["image"][one["sample"], :, :, 0]).all()
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert 'id="evaluation"' in page and page.count('class="pixels"') == len(mistakes)
+
+
+@pytest.mark.parametrize("odd", ["", "[]", '{"classes": ["a"], "confusion": [[0, 9, 1]]}', "a link"])
+def test_an_odd_evaluation_is_left_out_of_the_report(digits_run: Path, tmp_path: Path, odd: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    (run / "evaluation.json").unlink(missing_ok=True)
+    if odd == "a link":
+        (run / "evaluation.json").symlink_to("/etc/passwd")
+    else:
+        (run / "evaluation.json").write_text(odd)
+    assert main(["report", str(run)]) == 0
+    assert 'id="evaluation"' not in (run / "report.html").read_text()
 
 
 def test_the_weights_that_are_asked_for(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,13 +197,14 @@ def test_a_class_that_never_comes_divides_by_nothing() -> None:
         "class": "<b>",
         "samples": 0,
     }
-    assert "<b>" not in chart([(0, 0, 2)], ("a", "<b>"))
+    assert "<b>" not in confusion_chart([(0, 0, 2)], ("a", "<b>"))
 
 
 def test_many_classes_need_no_matrix_of_all() -> None:
     """That of so many classes has 160 GB."""
     task = OfClasses(SimpleNamespace(describe=lambda: {"classes": [str(n) for n in range(200_000)]}))  # type: ignore[arg-type]
-    task.summarize({"label": torch.tensor([7, 7, 199_999]), "predicted": torch.tensor([7, 9, 0])})
+    rows = {"label": torch.tensor([7, 7, 199_999]), "predicted": torch.tensor([7, 9, 0])}
+    task.summarize({**rows, "sure": torch.tensor([0.9, 0.8, 0.7])})
     assert task.details["confusion"] == [[7, 7, 1], [7, 9, 1], [199_999, 0, 1]]
     assert per_class(task.details["confusion"], task.classes)[7]["confused_with"] == "9"
 

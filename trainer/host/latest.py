@@ -10,6 +10,7 @@ from trainer.host.here import from_here
 
 RUNS = Path("runs")
 MANIFEST = "manifest.json"
+EVALUATION = "evaluation.json"  # of the last `trainer evaluate`
 LATEST = "latest"
 
 

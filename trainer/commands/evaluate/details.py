@@ -1,14 +1,18 @@
 """Metrics beyond those of training: a wrapper around a task that computes and keeps them."""
 
-from collections.abc import Mapping
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from trainer.data.batch import Batch
 from trainer.data.formats.records import LABEL
+from trainer.data.sources import IMAGE
 from trainer.tasks import Task
 from trainer.tasks.audio import Audio
 from trainer.tasks.average_precision import coco_figures
@@ -16,6 +20,10 @@ from trainer.tasks.classification import Classification
 from trainer.tasks.coco_results import results_of_rows
 from trainer.tasks.detection import Detection
 from trainer.tasks.sums import classified
+from trainer.train.model_of_run import read_samples
+
+_MISTAKES = 12
+_PICTURE = 96  # pixels of a side
 
 
 class WithDetails:
@@ -23,7 +31,8 @@ class WithDetails:
 
     Attributes:
         details: Set by the evaluation, for JSON: `confusion` lists [true class, predicted class, samples] for
-            cells that aren't empty (a whole matrix of 10,000 classes would have 100 million).
+            cells that aren't empty (a whole matrix of 10,000 classes would have 100 million); `mistakes`
+            lists the samples that are wrong with the highest probability.
         classes: Names of the classes; empty where there are none.
     """
 
@@ -52,15 +61,22 @@ class OfClasses(WithDetails):
         self.classes = tuple(task.describe()["classes"])
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Adds the true and the predicted class of each sample to the task's metrics."""
+        """Adds each sample's true class, predicted class and its probability to the task's metrics."""
         logits = model(*self.task.inputs(batch))
-        rows = {"label": batch.fields[LABEL].to(torch.int64), "predicted": logits.argmax(1)}
+        sure, predicted = logits.float().softmax(1).max(1)
+        rows = {"label": batch.fields[LABEL].to(torch.int64), "predicted": predicted, "sure": sure}
         return {**classified(logits, batch.fields[LABEL], batch), **rows}
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Keeps the cells of the confusion matrix that aren't empty."""
+        """Keeps the cells of the confusion matrix that aren't empty, and the surest mistakes."""
         pairs, samples = torch.stack([rows["label"], rows["predicted"]]).unique(dim=1, return_counts=True)
         self.details["confusion"] = torch.cat([pairs.T, samples[:, None]], 1).tolist()
+        wrong = (rows["label"] != rows["predicted"]).nonzero().flatten()
+        wrong = wrong[rows["sure"][wrong].argsort(descending=True, stable=True)][:_MISTAKES]
+        names = ("label", "predicted", "sure")
+        self.details["mistakes"] = [
+            {"sample": int(sample), **{name: rows[name][sample].item() for name in names}} for sample in wrong
+        ]
         return {}
 
 
@@ -97,3 +113,22 @@ def with_details(task: Task, results: bool = False) -> WithDetails:
     if isinstance(task, (Classification, Audio)):
         return OfClasses(task)
     return OfBoxes(task, results) if isinstance(task, Detection) else WithDetails(task)
+
+
+def add_pictures(mistakes: Sequence[dict[str, Any]], task: Task) -> None:
+    """Adds the image of each mistake as "png", base64, at most 96 pixels a side.
+
+    Args:
+        mistakes: As in `WithDetails.details`.
+        task: The task, with its evaluation data; nothing is added if its samples aren't images.
+    """
+    data = task.evaluation_data
+    if not mistakes or IMAGE not in data.fields:
+        return
+    images = read_samples(data, np.array([one["sample"] for one in mistakes])).fields[IMAGE].numpy()
+    for mistake, image in zip(mistakes, images, strict=True):
+        picture = Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image[:, :, :3])
+        picture.thumbnail((_PICTURE, _PICTURE))
+        png = BytesIO()
+        picture.save(png, "PNG")
+        mistake["png"] = b64encode(png.getvalue()).decode()

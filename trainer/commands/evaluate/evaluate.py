@@ -18,9 +18,11 @@ from trainer.data.left_out import LeftOut, left_out_line as line_of
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, BadInputError, writing
 from trainer.host.files import check_replaceable, write_whole
-from trainer.host.latest import MANIFEST
+from trainer.host.latest import EVALUATION, MANIFEST
 from trainer.launch.launcher import launch
-from trainer.observe.text import escaped, table, without_controls
+from trainer.observe.charts.confusion import MOST_DRAWN, confusion_chart
+from trainer.observe.console import warn
+from trainer.observe.text import table, without_controls
 from trainer.tasks.coco_results import check_results, write_results
 from trainer.train.components.task import device_kind
 from trainer.train.start.local_ranks import plan_local_ranks
@@ -76,6 +78,9 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
                 return code
             result = json.loads(Path(request["result"]).read_text())
     found = result.pop("results", [])
+    if options.weights is None:
+        _keep(result, Path(request["what"]))
+    result.pop("mistakes", None)
     _print(result, options)
     if options.coco is not None:
         if result["replaced"]:
@@ -85,6 +90,14 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
             )
         write_results(options.coco, found)
     return EXIT_DONE
+
+
+def _keep(result: dict[str, Any], folder: Path) -> None:
+    """Writes the result into the run folder, for the report."""
+    try:
+        write_whole(folder / EVALUATION, evaluation_json(result))
+    except OSError as error:
+        warn(f"{folder / EVALUATION}: can't be written ({error}); the report won't show this evaluation")
 
 
 def _request(options: argparse.Namespace) -> dict[str, Any]:
@@ -115,14 +128,12 @@ def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
     print(evaluation_json(result) if options.json else without_controls(lines))
     if options.plot is not None:
         with writing(f"--plot {options.plot}"):
-            write_whole(options.plot, chart(result["confusion"], result["classes"]))
+            write_whole(options.plot, confusion_chart(result["confusion"], result["classes"]))
         if not options.json:
             print(f"confusion matrix: {options.plot}")
 
 
 _MOST_CLASSES = 40  # in a table; the JSON has all of them
-MOST_DRAWN = 200  # classes in a picture, which is 6 MB then
-_CELL, _LETTER, _MOST_LETTERS = 18, 6, 20  # pixels of the picture; letters of a class's name
 
 
 def evaluation_json(result: dict[str, Any]) -> str:
@@ -193,42 +204,6 @@ def per_class(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> lis
             }
         )
     return rows
-
-
-def chart(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> str:
-    """Draws the confusion matrix as SVG: a row for each true class, darker for larger fractions of it."""
-    matrix = [[0] * len(classes) for _ in classes]
-    for true, taken_for, count in confusion:
-        matrix[true][taken_for] = count
-    names = [name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 1]}…" for name in classes]
-    margin = 30 + _LETTER * max(map(len, names))
-    size = max(margin + _CELL * len(classes) + 10, 220)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" width="{size}" height="{size}" '
-        'font-family="sans-serif" font-size="10">',
-        f'<rect width="{size}" height="{size}" fill="#ffffff"/>',
-        '<text x="4" y="12" fill="#555555">predicted (across), true (down)</text>',
-    ]
-    for row, (name, counts) in enumerate(zip(names, matrix, strict=True)):
-        middle = margin + row * _CELL + _CELL / 2
-        label = escaped(name)
-        parts.append(f'<text x="{margin - 4}" y="{middle + 3:g}" text-anchor="end">{label}</text>')
-        parts.append(f'<text transform="translate({middle + 3:g} {margin - 4}) rotate(-90)">{label}</text>')
-        for column, count in enumerate(counts):
-            share = count / max(1, sum(counts))
-            x, y = margin + column * _CELL, margin + row * _CELL
-            fill = f"hsl(231 60% {97 - 60 * share:.0f}%)"
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" fill="{fill}">'
-                f"<title>{label} as {escaped(classes[column])}: {count}</title></rect>"
-            )
-            if count and len(classes) <= 20:
-                ink = "#ffffff" if share > 0.5 else "#222222"
-                parts.append(
-                    f'<text x="{x + _CELL / 2 - 0.5:g}" y="{y + _CELL / 2 + 3:g}" text-anchor="middle" '
-                    f'font-size="7" fill="{ink}">{count}</text>'
-                )
-    return "\n".join([*parts, "</svg>\n"])
 
 
 def _figure(value: float | None) -> str:

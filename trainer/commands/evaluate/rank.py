@@ -22,7 +22,7 @@ def measure_run(opened: Any, world: Any, results: bool = False) -> dict[str, Any
     """
     import torch
 
-    from trainer.commands.evaluate.details import with_details
+    from trainer.commands.evaluate.details import add_pictures, with_details
     from trainer.data.corrupt import Quarantine
     from trainer.data.loader import Source, make_loader
     from trainer.data.sampling.plan import evaluation_share
@@ -53,6 +53,8 @@ def measure_run(opened: Any, world: Any, results: bool = False) -> dict[str, Any
     metrics = evaluate(task, model, loader, share, world, recipe.precision)
     if isinstance(task, Deriving):
         metrics |= task.derived(metrics)
+    if world.rank == 0:
+        add_pictures(task.details.get("mistakes", ()), opened.task)
     return {
         "run": str(opened.folder),
         "weights": opened.weights,

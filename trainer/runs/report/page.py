@@ -7,6 +7,7 @@ from markupsafe import Markup
 
 from trainer.observe.text import count, plain
 from trainer.runs.report import compare, record, sections
+from trainer.runs.report.evaluation import evaluation
 from trainer.runs.report.figures import result, status
 from trainer.runs.report.parts import html, templates
 from trainer.runs.report.read import RecordedRun
@@ -33,6 +34,7 @@ def _one(run: RecordedRun) -> dict[str, object]:
         record.what(run),
         record.model(run),
         sections.curves(run),
+        evaluation(run),
         sections.answer_table(run),
         sections.of_hooks(run),
         sections.time(run),
