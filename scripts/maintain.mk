@@ -2,7 +2,7 @@
 BENCH = claims
 $(foreach name,REGISTRY BASE FROM TORCH DRIVER TAG SOURCE KEY ADVISORIES SEED N,$(eval $(name) =))
 .PHONY: audit bench chaos clean-venv compat compat-newest compat-oldest coverage docs first-build help-maintain image-test \
-	lint lock mutant-table mutants nightly oracles push release sbom slowdowns stack steady test test-all verify-image
+	lint lock mutant-table mutants nightly notebooks oracles push release sbom slowdowns stack steady test test-all verify-image
 
 help-maintain: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' scripts/maintain.mk
@@ -108,6 +108,12 @@ docs: ## build the documentation as a site, in build/docs; ARGS=--serve shows it
 	$(VENV)/bin/python scripts/reference.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --strict --quiet)
 	@echo "docs: build/docs/index.html"
+
+notebooks: ## run the notebooks, with outputs in build/notebooks, and build the site with them (minutes)
+	$(call bootstrap,--groups train test docs)
+	mkdir -p build/notebooks
+	TRAINER_KEEP_NOTEBOOKS=$(CURDIR)/build/notebooks $(VENV)/bin/python -m pytest -m slow tests/docs/test_notebooks.py
+	$(MAKE) docs
 
 bench: ## run BENCH of benchmarks/: claims, what guides say, measured here (10 minutes; ARGS="--quick"); BENCH=--help lists them
 	$(call bootstrap,--groups train bench)
