@@ -72,7 +72,11 @@ FORMATS = {
         workers=False,
         splits=True,
     ),
-    "coco": Format(("detection",), "images with boxes", splits=True),
+    "coco": Format(
+        ("detection",),
+        "images with boxes: annotations/instances_train.json and train/, the same with val",
+        splits=True,
+    ),
     "hf": Format(
         ("classification", "language"),
         "a folder that save_to_disk of Hugging Face's datasets wrote: images and labels, or text",

@@ -158,7 +158,7 @@ def data_path(config: DataConfig) -> Path | str:
         raise BadInputError(f"data.path is missing: data.name={config.name} needs data.path=DIR")
     path = _at_home("path", config.path)
     if isinstance(path, Path):
-        check_folder(path)
+        check_folder(path, config.name)
     return path
 
 
@@ -199,15 +199,18 @@ def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:
     return (), 0
 
 
-def check_folder(path: Path) -> None:
-    """Checks that data.path is a folder.
+def check_folder(path: Path, name: str) -> None:
+    """Checks that data.path is a folder, for data of this name.
 
     Raises:
         BadInputError: If it doesn't exist or is a file.
     """
     if not path.is_dir():
         what = "isn't a folder, which this data needs" if os.path.lexists(path) else "no such folder"
-        raise BadInputError(f"data.path={readable(os.fsencode(path))}: {what}; give the folder that holds it")
+        raise BadInputError(
+            f"data.path={readable(os.fsencode(path))}: {what}; give the folder of data.name={name} "
+            f"({FORMATS[name].about})"
+        )
 
 
 def _bytes(size: str | None) -> int | None:

@@ -190,7 +190,7 @@ def _coco(data: DataConfig, path: Path, split: str, training: bool | None = None
     from trainer.data.formats.coco import CocoPictures
 
     root = at_home(path, "data.path")
-    check_folder(root)
+    check_folder(root, data.name)
     indexes = index_folder(data.index)
     pictures = CocoPictures(root, split, data.on_corrupt, reading_of(data), training, indexes)
     pictures.records.keep_hashes(data.index)

@@ -374,7 +374,7 @@ def _path(data: DataConfig) -> Path:
         raise BadInputError(f"data.path is missing: data.name={data.name} needs data.path={what}")
     path = local_path(data.path)
     if data.name in ("tokens", "hf"):
-        check_folder(path)
+        check_folder(path, data.name)
     return path
 
 
