@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="record, in place of comparing")
     parser.add_argument("--anew", action="store_true", help="record from the recorded commit, then compare")
     parser.add_argument("--only", type=int, metavar="SEED", help="one recipe, without the refusals")
+    parser.add_argument("--first", type=int, metavar="N", help="the first N recipes, and the refusals")
     parser.add_argument("--file", type=Path, default=RECORD, metavar="JSON", help="the record")
     parser.add_argument("--cases", type=Path, metavar="JSON", help="a record whose recipes are played")
     options = parser.parse_args()
@@ -45,7 +46,7 @@ def main() -> int:
     record = json.loads(options.file.read_text())
     if options.anew:
         record = _recorded_anew(record, options.file, options.only)
-    return _compare(record, options.only)
+    return _compare(record, options.only, options.first)
 
 
 def machine() -> dict[str, Any]:
@@ -115,7 +116,7 @@ def _recorded_anew(record: Mapping[str, Any], file: Path, only: int | None) -> d
     return dict(json.loads(anew.read_text()))
 
 
-def _compare(record: Mapping[str, Any], only: int | None) -> int:
+def _compare(record: Mapping[str, Any], only: int | None, first: int | None) -> int:
     here = machine()
     then = record["machine"]
     other = [f"{key}: {then[key]}, here {here[key]}" for key in here if then[key] != here[key]]
@@ -126,7 +127,7 @@ def _compare(record: Mapping[str, Any], only: int | None) -> int:
     differ = 0
     with tempfile.TemporaryDirectory(prefix="trainer-recorded-") as folder:
         place = Workplace(Path(folder).resolve())
-        cases = [one for one in _cases(record) if only in (None, one.seed) and not left_out(one.kind)]
+        cases = [one for one in _cases(record) if only in (None, one.seed) and not left_out(one.kind)][:first]
         for case, found in play_all(cases, place):
             wanted = record["recipes"][str(case.seed)]
             texts = case.kind == "documents" and then["python"] != here["python"]  # of this Python
