@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.observe.charts.axis import make_axis, step_axis
+from trainer.observe.charts.axis import make_axis
 from trainer.observe.charts.lines import Line, line_chart
 from trainer.observe.charts.thin import Cell, ThinnedRows, thinned
 from trainer.observe.text import (
@@ -75,22 +75,6 @@ def test_axes_have_a_few_round_ticks_between_their_ends(
     assert 2 <= len(places) <= 12 or axis.log
     assert all(0 <= one < other <= 1 for one, other in pairwise(places))
     assert len({text for _, text in axis.ticks}) == len(axis.ticks)
-
-
-@pytest.mark.parametrize("zero", [True, False])
-def test_a_share_that_stays_the_same_is_no_more_than_all(zero: bool) -> None:
-    assert make_axis(1.0, 1.0, "share", zero=zero).high == 1
-    assert make_axis(0.2, 0.2, "share", zero=zero).high < 1
-    for low, high in ((0.3, 1.0000001), (0.97, 1.02), (1.01, 1.01)):  # a clock, or the rounding of a mean
-        assert make_axis(low, high, "share", zero=zero).high == 1
-    assert make_axis(0.3, 1.6, "share", zero=zero).high > 1.5
-
-
-@given(st.integers(0, 10**15))
-def test_the_axis_of_steps_ends_with_the_last_one(last: int) -> None:
-    axis = step_axis(last)
-    assert (axis.low, axis.high) == (0, max(1, last))
-    assert 2 <= len(axis.ticks) <= 7 and axis.ticks[0][1] == "0"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from torch import nn
 
 from trainer.observe.checksums import (
@@ -133,21 +132,6 @@ def test_what_is_negated_or_moved_is_seen(
         assert (fingerprints_of(holding(one))().item() == fingerprints_of(holding(other))().item()) is same
 
 
-@given(
-    st.sampled_from([100, 2048, 3 * 2048 + 100]),
-    st.sampled_from([31, 30, 23, 0]),
-    st.lists(st.integers(0, 10**6), min_size=2, max_size=8),
-)
-def test_bits_flipped_at_several_places_are_seen(size: int, bit: int, places: list[int]) -> None:
-    """Signs above all: the highest bits of 64 have the fewest above them that a key could reach."""
-    values = ROWS.flatten()[:size].clone()
-    flipped = values.clone()
-    number = -(1 << 31) if bit == 31 else 1 << bit
-    flipped.view(torch.int32)[torch.tensor(sorted({place % size for place in places}))] ^= number
-    one, other = fingerprints_of(holding(values, flipped))().tolist()
-    assert one != other
-
-
 def test_no_two_sign_flips_of_a_row_cancel() -> None:
     """Of whatever signs: no two keys of a row are the same or negatives in their low 33 bits."""
     columns, upper = odd_keys(1), odd_keys(2)
@@ -221,16 +205,6 @@ def test_the_last_names_are_found_without_keeping_the_rows(tmp_path: Path) -> No
     with file.open("a") as rows:
         rows.write("\n" + written(row, known=["a", "b"]))
     assert last_names(file) == ["c"] == read_checksums(file)[1]
-
-
-def test_names_are_written_once_for_all_attempts(tmp_path: Path) -> None:
-    row: dict[str, Any] = {"kind": "train", "step": 2}
-    assert written((row, [1, 2]), (row, [1, 2])).count("names") == 1
-    assert "names" not in written((row, [1, 2]), known=["a", "b"], step=1)
-    # Another model, by --resume force: of its steps alone.
-    file = tmp_path / "checksums.jsonl"
-    file.write_text(written((row, [1, 2]), known=["a"], step=1))
-    assert file.read_text().startswith('{"kind": "names", "step": 1,')
 
 
 def row(step: int, kind: str = "train", loss: str = "1.5", **tensors: str) -> ChecksumRow:

@@ -14,7 +14,6 @@ from tests.helpers.rows import read_rows
 from trainer.observe.advice import Advisor
 from trainer.observe.diagnosis import Facts, diagnose, explained, merge
 from trainer.observe.log import Logged, Row
-from trainer.observe.memory import memory_source
 from trainer.observe.phases import PHASES
 from trainer.tasks.classification import Classification
 
@@ -114,18 +113,6 @@ def test_no_memory_is_a_paragraph_and_no_traceback(tmp_path: Path) -> None:
     assert "data.micro_batch_size" in ended.line
 
 
-def test_another_error_keeps_its_traceback(tmp_path: Path) -> None:
-    def broken() -> None:
-        def fails(*_: Any) -> torch.Tensor:
-            raise RuntimeError("not about memory")
-
-        replace(Classification, "loss", fails)
-
-    ended = attempt(tmp_path / "run", before=broken)
-    assert ended.code == 1
-    assert "Traceback" in ended.said
-
-
 def row(step: int, **times: float) -> dict[str, Any]:
     wall = {"time/wall": 1.0, "time/forward": 1 - sum(times.values())}
     named = {f"time/{phase}": seconds for phase, seconds in times.items()}
@@ -143,10 +130,6 @@ def test_a_moment_is_no_reason_to_speak_and_a_change_is() -> None:
     assert verdict.cause == "checkpoint"
     assert verdict.share == pytest.approx(0.45)
     assert told[-1]["final"] == 1
-
-
-def test_an_attempt_without_rows_has_no_verdict() -> None:
-    assert Advisor(FACTS, None, lambda _: None).conclude(0, row(0)) is None
 
 
 def test_rows_are_merged_by_their_time() -> None:
@@ -167,32 +150,6 @@ def test_ranks_that_are_slow_in_turns_are_no_stragglers() -> None:
     turns: list[Any] = [{**times, "slow_rank": number % 2} for number in range(5)]
     assert diagnose(merge(turns), two).cause == "none"
     assert diagnose(merge([{**one, "slow_rank": 1} for one in turns]), two).cause == "straggler"
-
-
-def test_one_thread_each_is_not_too_many() -> None:
-    metrics = {"time/wall": 1.0, "time/forward": 1.0, "cpu/throttled": 0.3}
-    two = dataclasses.replace(FACTS, ranks=2, local_ranks=2, cpus=1.2)
-    assert diagnose(metrics, two).cause == "quota"
-    assert diagnose(metrics, dataclasses.replace(two, threads=2)).cause == "threads"
-
-
-def test_start_is_nobodys_fault() -> None:
-    metrics = {"time/wall": 100.0, "time/start": 90.0, "time/forward": 5.0, "time/checkpoint": 5.0}
-    assert diagnose(metrics, FACTS).share == pytest.approx(0.5)
-
-
-def test_a_busy_gpu_needs_no_advice_on_its_loader() -> None:
-    waiting = {"time/wall": 1.0, "time/data": 0.5, "time/forward": 0.5, "gpu/utilization": 0.4}
-    facts = dataclasses.replace(FACTS, on_gpu=True)
-    assert diagnose(waiting, facts).cause.startswith("data")
-    assert diagnose({**waiting, "gpu/utilization": 0.75}, facts).cause == "none"
-
-
-def test_retries_of_the_allocator_are_those_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([2.0, 2.0, 5.0])
-    monkeypatch.setattr("trainer.observe.memory.memory_metrics", lambda _: {"memory/retries": next(counts)})
-    take = memory_source(torch.device("cuda"))
-    assert [take()["memory/retries"] for _ in range(3)] == [2.0, 0.0, 3.0]
 
 
 def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:

@@ -81,12 +81,6 @@ def test_a_clock_that_stands_still_gives_rows_without_a_speed(monkeypatch: pytes
     assert logger.logged == Logged(25, 2.0, 80)
 
 
-def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
-    rows: list[Any] = []
-    run_logged(10, [rows.append], evaluation_at=13)
-    assert [row["step"] for row in rows] == [10, 13, 20, 25]
-
-
 def test_json_lines_are_json_also_for_infinities(tmp_path: Path) -> None:
     sink, close = jsonl_sink(tmp_path)
     sink({"kind": "train", "step": 1, "loss": math.nan, "loss_scale": math.inf, "updates": 3})
@@ -108,20 +102,6 @@ def test_each_kind_of_row_is_a_table_of_its_own(tmp_path: Path) -> None:
     close()
     for kind in FILES:
         assert [(row["kind"], row["step"]) for row in read_rows(tmp_path, (kind,))] == [(kind, 1), (kind, 2)]
-
-
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink, close = tensorboard_sink(tmp_path)
-    rows: list[Any] = []
-    run_logged(5, [sink, rows.append])
-    close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    tags = events.Tags()["scalars"]
-    assert {"train/loss", "train/lr", "train/samples_per_s", "train/memory_bytes"} <= set(tags)
-    read = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert read == [(row["step"], pytest.approx(row["loss"])) for row in rows]
 
 
 def test_tensorboard_reads_a_resumed_run_last_also_where_the_clock_was_set_back(
@@ -229,21 +209,6 @@ def test_a_table_whose_names_hold_commas_is_read_as_it_was_written(tmp_path: Pat
     ]
 
 
-def test_a_table_keeps_cells_of_several_lines(tmp_path: Path) -> None:
-    """As the answers of a language model, and a prompt in the heading."""
-    answers = ["one", 'two\nlines, "quoted"', "three\r\n\u2028lines\n", ""]
-    for step, answer in enumerate(answers, 1):
-        csv_sink(tmp_path)[0]({"kind": "answers", "step": step, "answer/a\nb": answer})
-    file = tmp_path / "answers.csv"
-    assert keep_rows(file, 3) == 0
-    with file.open(newline="") as table:
-        found = [row["answer/a\nb"] for row in csv.DictReader(table)]
-    assert found == answers[:3]
-    whole = file.read_bytes()
-    file.write_bytes(whole + b'4,"cut off\n')
-    assert (keep_rows(file, 5), file.read_bytes()) == (1, whole)
-
-
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
     recipe, manifest = make_recipe(log={"to": list(sinks)}), Manifest.model_validate(least_manifest())
@@ -289,22 +254,6 @@ def test_a_row_is_written_at_once_however_many_figures_it_has(
         assert [len(event.summary.value) for event in events] == [50] * 5
 
 
-def test_plain_lines_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.observe.console._LINE_SECONDS", 0.0)
-    progress_bar = ProgressBar(10)
-    figures = {"epoch": 0.5, "lr": 3e-4, "grad_norm": 12.345, "loss": 0.5, "samples_per_s": 1000.0}
-    progress_bar({"kind": "train", "step": 5, **figures})
-    progress_bar({"kind": "eval", "step": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
-    progress_bar.close()
-    out = capsys.readouterr().out
-    wanted = "step 5/10  epoch 0.50  loss 0.5000 lr 0.0003 grad norm 12.3  1,000 samples/s  "
-    assert re.search(rf"{wanted}\d+ m?s left", out)
-    assert re.search(r"epoch +1\.00 .*loss 0.4000.*accuracy 0.9000", out)
-    assert "\x1b" not in out
-
-
 def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, terminal = Clock(), Terminal()
     monkeypatch.setattr(console, "time", clock.time)
@@ -331,19 +280,6 @@ def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal(monkeypatch: pyt
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    "label", ["packing /d[/b]", "packing [red]d", "packing d/:dog:", "packing {task.id}"]
-)
-def test_a_path_beside_a_bar_is_shown_as_it_is(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    for name, value in {"TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with console.progress_bar(label, 2) as advance:
-        advance(2)
-    assert f"{label} " in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
 
 
 def test_the_time_left_of_a_resumed_run_is_by_its_own_steps(

@@ -2,23 +2,17 @@
 
 import os
 import resource
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 from tests.helpers.clock import Clock
 from tests.helpers.planted import GIB, write
 from tests.helpers.waiting import SECONDS, until
-from trainer.host import counters as host
 from trainer.host.affinity import gpu_nodes
 from trainer.host.counters import JobCounters, rates
 from trainer.host.limits import read_limits
@@ -26,7 +20,6 @@ from trainer.host.nvml import Nvml, bus_ids, slowdown
 from trainer.observe import machine as machine_module
 from trainer.observe.machine import Machine
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 
 
@@ -104,21 +97,6 @@ def test_all_ranks_of_the_host_count_but_memory(tmp_path: Path) -> None:
     assert found["rss"] == (1000 + 100) * PAGE
 
 
-def test_a_bridge_does_not_count_twice_and_loopback_is_apart(tmp_path: Path) -> None:
-    found = seen(tmp_path)
-    assert (found["network/received_bytes_per_s"], found["network/sent_bytes_per_s"]) == (1000, 500)
-    assert found["network/loopback_bytes_per_s"] == 7
-
-
-def test_in_a_container_every_interface_counts(tmp_path: Path) -> None:
-    (tmp_path / "sys/class/net/eth0").mkdir(parents=True)
-    box(tmp_path, 1.0)
-    (tmp_path / "sys/class/net/eth0/device/vendor").unlink()
-    (tmp_path / "sys/class/net/eth0/device").rmdir()
-    looks = JobCounters(read_limits(tmp_path), tmp_path, pid=10)
-    assert looks.counters()["network/received"] == 5000
-
-
 def test_a_worker_that_ended_is_not_lost(tmp_path: Path) -> None:
     """It counts for the process that waited for it, and processes that come are found."""
     looks = JobCounters(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10)
@@ -130,15 +108,6 @@ def test_a_worker_that_ended_is_not_lost(tmp_path: Path) -> None:
     looks.counters()  # notices that one is gone
     after = looks.counters()
     assert after["used"] - before["used"] == pytest.approx(5 - 5 + 4)
-
-
-def test_another_rank_that_ended_makes_us_look_around(tmp_path: Path) -> None:
-    looks = JobCounters(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10, top=1)
-    before = looks.counters()
-    (tmp_path / "proc/11/stat").unlink()
-    write(tmp_path, process(1, 2 + 4, "10 12") | process(12, 8))
-    looks.counters()
-    assert looks.counters()["used"] - before["used"] == pytest.approx(8)
 
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
@@ -194,12 +163,6 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert (looks.counters(), looks.resident()) == ({}, None)
     write(tmp_path, {"proc/stat": "cpu 0 0 0 0 0 0 0 0 0 0"})  # gVisor
     assert looks.counters() == {}
-
-
-@given(st.text(st.sampled_from("0123456789 \n:()cpu_usecreadlo-"), max_size=80))
-def test_garbage_never_raises(text: str) -> None:
-    for name in ("stat", "io", "statm", "busy", "schedstat", "usage", "throttled", "network"):
-        getattr(host, f"read_{name}")(text)
 
 
 class Lost(Exception):  # noqa: N818
@@ -335,22 +298,6 @@ def test_a_gpu_that_does_not_tell_its_place_keeps_its_number(monkeypatch: pytest
     assert gpu_nodes(["", "nonsense"]) == [None, None]
 
 
-def test_no_driver_at_all() -> None:
-    class Broken(FakeNvml):
-        def nvmlInit(self) -> None:  # noqa: N802
-            raise Lost
-
-    assert Nvml({}, 1, Broken()).sample(0.5) == ({}, [])
-
-
-def test_the_newer_name_of_the_reasons_is_asked_first() -> None:
-    class Newer(FakeNvml):
-        def nvmlDeviceGetCurrentClocksEventReasons(self, _: Any) -> int:  # noqa: N802
-            return 0x40
-
-    assert Nvml({}, 2, Newer()).sample(0.5)[1] == ["thermal", "thermal"]
-
-
 @pytest.mark.parametrize(
     ("bits", "reason"),
     [
@@ -402,16 +349,6 @@ def test_gpus_that_get_lost_disturb_nothing(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == ""
 
 
-def test_a_fault_of_ours_ends_only_the_figures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = Machine(False, interval=0.02)
-    monkeypatch.setattr(machine._host, "counters", lambda: 1 / 0)
-    until(lambda: not machine._thread.is_alive(), "the thread goes on")
-    machine.close()
-    assert "the training goes on" in capsys.readouterr().err
-
-
 def test_a_dear_look_is_taken_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that all of them take at most 0.07 % of a CPU; but at least one in 10 s."""
     machine = Machine(False, interval=1000.0)
@@ -440,59 +377,3 @@ def test_a_look_knows_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "time", clock.time)
     monkeypatch.setattr(machine._host, "counters", lambda: {"used": clock.move(0.25)})
     assert machine._sample() == 0.25
-
-
-SPINNING = """
-import os, pathlib, subprocess, sys, time
-from trainer.observe.machine import Machine
-pathlib.Path({file!r}).write_text(str(os.getpid()))
-machine = Machine(False)
-busy = "import time\\nt = time.monotonic()\\nwhile time.monotonic() < t + 3: pass"
-for _ in range(2):
-    subprocess.Popen([sys.executable, "-c", busy])
-time.sleep(3)
-machine.close()
-found = machine.take()
-print(found["cpu/limit"], found["cpu/used"], found["cpu/throttled"])
-"""
-
-
-@pytest.fixture
-def a_fifth() -> Iterator[Path]:
-    reason = "no cgroups"
-    for mount, values in (
-        ("cpu", {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "20000"}),
-        ("", {"cpu.max": "20000 100000"}),
-    ):
-        folder = Path("/sys/fs/cgroup", mount, f"trainer-machine-{os.getpid()}")
-        try:
-            folder.mkdir()
-            for name, value in values.items():
-                with (folder / name).open("r+") as file:
-                    file.write(value)
-            yield folder
-            return
-        except OSError as error:
-            reason = str(error)
-        finally:
-            for _ in range(50):
-                with suppress(OSError):
-                    folder.rmdir()
-                if not folder.exists():
-                    break
-                time.sleep(0.1)
-    pytest.skip(f"no cgroup can be made here: {reason}")
-
-
-@pytest.mark.slow
-def test_a_real_quota_is_seen(a_fifth: Path) -> None:
-    """Two processes that want a CPU each and get a tenth."""
-    program = SPINNING.format(file=str(a_fifth / "cgroup.procs"))
-    child = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert child.returncode == 0, child.stderr
-    limit, used, throttled = map(float, child.stdout.split())
-    assert limit == 0.2
-    assert 0 < used < 0.3  # on a busy machine they get less than their tenth
-    assert 0 < throttled < 1

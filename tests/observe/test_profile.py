@@ -231,39 +231,6 @@ def test_what_the_profiler_takes_is_no_phase_of_the_run(
     assert PHASE_TIMER.count == 9 * 5  # and no mark is made that other ranks don't make
 
 
-def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
-    text, _, _ = profiled(tmp_path, modules=False)
-    assert "module (" not in text
-    names = {event.get("name") for event in read_checksums(tmp_path)}
-    assert "phase/forward" in names
-    assert "module/stem" not in names
-
-
-@pytest.mark.parametrize(("steps", "recorded"), [(1, 0), (5, 2), (30, 3)])
-def test_runs_that_are_shorter_or_longer(tmp_path: Path, steps: int, recorded: int) -> None:
-    text, model, _ = profiled(tmp_path, steps)
-    assert PHASE_TIMER.on_device is None
-    assert not any(module._forward_hooks for module in model.modules())
-    if not recorded:
-        assert "nothing was recorded" in text
-        assert not (tmp_path / TRACE).exists()
-        return
-    names = [event.get("name") for event in read_checksums(tmp_path)]
-    assert names.count("module/stem") == recorded
-
-
-def test_no_disk_no_trace_but_tables(tmp_path: Path) -> None:
-    text, _, _ = profiled(tmp_path / "gone")
-    assert "no trace could be written" in text
-    assert "stem (Conv2d)" in text
-
-
-def test_ranges_for_nsight_need_cuda(tmp_path: Path) -> None:
-    text, _, _ = profiled(tmp_path, kind="nvtx")
-    assert text == ""
-    assert not (tmp_path / TRACE).exists()
-
-
 def test_it_does_nothing_outside_its_steps(tmp_path: Path) -> None:
     profile = Profile(tmp_path, nn.Linear(1, 1), CPU, skip=1 << 60)
     calls: list[str] = []

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import socket
-import struct
-import threading
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.ports import free_port
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import before_each_step_ends
-from tests.helpers.waiting import until
 from trainer.config.training import LogConfig
 from trainer.errors import BadInputError
 from trainer.observe.progress import Progress, check_metrics_port, served
@@ -97,12 +94,6 @@ def test_a_row_is_the_page_that_prometheus_gets(monkeypatch: pytest.MonkeyPatch)
     }
 
 
-def test_before_the_first_row_there_is_what_is_known() -> None:
-    page = read(page_of(told()))
-    del page["trainer_row_time_seconds"]
-    assert page == {'trainer_run_info{run="a",run_id="0f"}': 1, "trainer_step": 10, "trainer_steps": 100}
-
-
 def test_phases_stay_where_a_row_does_not_explain_itself() -> None:
     brief = {name: value for name, value in TRAIN.items() if not name.startswith("time/")}
     within = {"time/compile": 0.5, "time/gc": 0.25}  # parts of other phases
@@ -147,30 +138,6 @@ def test_the_page_is_served_on_this_host_alone() -> None:
             socket.create_connection(("127.0.0.2", config.metrics_port), timeout=60)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", config.metrics_port), timeout=60)
-
-
-def test_a_client_that_goes_away_is_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    config = LogConfig(metrics_port=free_port())
-    with served(config, told(TRAIN)):
-        before = threading.active_count()
-        for said in (b"G", b"GET /metrics HTTP/1.1\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", config.metrics_port), timeout=60) as connection:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets
-                connection.sendall(said)
-        urllib.request.urlopen(f"http://127.0.0.1:{config.metrics_port}/metrics", timeout=60).close()
-        until(lambda: threading.active_count() == before)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_page_is_served_on_ipv6() -> None:
-    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
-        pytest.skip("no IPv6 here")
-    config = LogConfig(metrics_port=free_port(), metrics_host="::1")
-    with served(config, told(TRAIN)):
-        with urllib.request.urlopen(f"http://[::1]:{config.metrics_port}/metrics", timeout=60) as answer:
-            assert b"trainer_step 20.0\n" in answer.read()
-        with pytest.raises(BadInputError, match="nothing can listen on ::1 there"):
-            check_metrics_port(config)
 
 
 def test_a_port_that_is_taken_is_refused_or_told(capsys: pytest.CaptureFixture[str]) -> None:

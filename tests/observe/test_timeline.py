@@ -13,7 +13,6 @@ from hypothesis import given, strategies as st
 from tests.helpers.clock import Clock
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer.data.batch import Batch
-from trainer.distributed.parallel import World, gather_rows
 from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
@@ -173,19 +172,6 @@ def test_a_device_that_waits_for_data_says_so() -> None:
     assert split.seconds["backward"] / 4 == pytest.approx(0.020, rel=0.02)
 
 
-def test_data_that_comes_in_time_costs_the_device_nothing() -> None:
-    """Although the host waits for it most of its time."""
-    split, _ = on_a_device({"data": 0.020}, WORK)
-    assert split.seconds["data"] < 0.001
-    assert split.seconds["forward"] / 4 == pytest.approx(0.010, rel=0.02)
-    assert split.caught_up == 0
-
-
-def test_a_device_that_is_done_before_the_host_waits_for_it() -> None:
-    split, _ = on_a_device({"forward": 0.020, "backward": 0.020, "update": 0.020}, WORK)
-    assert split.caught_up == 4
-
-
 def test_steps_that_are_not_over_yet_are_read_later() -> None:
     clock = Box()
     marks = DeviceTimeline(clock.event, every=1, first=0)
@@ -265,24 +251,6 @@ def test_the_slowest_rank_is_named_with_its_phase(seconds: list[list[float]], ra
     assert 0.4 < float(found["slow_excess"]) < 0.6
 
 
-def test_waiting_for_others_makes_no_straggler() -> None:
-    even = [[1.0] * len(PHASES) for _ in range(3)]
-    even[1][PHASES.index("communication")] = 50.0
-    assert straggler(even, wall=60.0)["slow_excess"] == 0.0
-
-
-def test_rows_of_all_ranks_are_gathered(ranks: Any) -> None:
-    for told in ranks.run(2, _gather_of_rank):
-        assert told == [[0.0, 7.0], [1.0, 7.0]]
-
-
-def _gather_of_rank(world: World) -> list[list[float]]:
-    gathered: list[list[float]] = gather_rows(
-        world, torch.tensor([world.rank, 7.0], dtype=torch.float64)
-    ).tolist()
-    return gathered
-
-
 # Operations are counted.
 
 # Per sample 5 tokens through 3 x 6 and 6 x 4, a multiplication and an addition each; backward twice that, but
@@ -297,12 +265,6 @@ def test_operations_are_those_of_the_matrix_products(device: torch.device) -> No
     task = TokenTask(48, ragged=False, dtype=torch.float32)
     count = count_operations(task, task.model(), 4, device)
     assert count == Count(OPERATIONS, "")
-
-
-def test_rows_say_how_much_was_computed() -> None:
-    rows = rows_of(TokenTask(48, ragged=False), Count(7.0))
-    assert all(row["flops_per_s"] == row["samples_per_s"] * 7.0 for row in rows[1:-1])
-    assert "mfu" not in rows[1]
 
 
 class Waits(TokenTask):
