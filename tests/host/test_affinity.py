@@ -17,7 +17,6 @@ from trainer.host.affinity import (
     CpuShares,
     Topology,
     bind,
-    binding_note,
     cpus_text,
     gpu_nodes,
     limits_within,
@@ -77,25 +76,6 @@ def test_a_single_node_is_left_alone() -> None:
     assert share_cpus("auto", topology(1, 8, 2), [0, 0]) == CpuShares()
 
 
-@given(
-    st.integers(1, 4),
-    st.integers(1, 16),
-    st.integers(1, 2),
-    st.lists(st.none() | st.integers(0, 5), min_size=1),
-)
-def test_cores_of_ones_own_are_shared_out(
-    nodes: int, cores: int, siblings: int, places: list[int | None]
-) -> None:
-    there = topology(nodes, cores, siblings)
-    found = share_cpus("cores", there, places).each
-    assert len(found) == len(places)
-    assert all(found)
-    assert all(any(share <= node for node in there.nodes.values()) for share in found)
-    for share in found:
-        assert all(there.cores[cpu] <= share for cpu in share)  # whole cores
-        assert all(other == share or not other & share for other in found)
-
-
 def test_the_topology_of_a_container(tmp_path: Path) -> None:
     near = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     root = plant(
@@ -140,11 +120,6 @@ def test_threads_are_those_of_the_poorest_rank(quota: float, each_share: list[st
     assert threads_per_rank(limits_within(limits, shares(*each_share)), 4) == each
 
 
-def test_a_single_rank_has_its_node() -> None:
-    limits = Limits(cpus=64, memory_bytes=0, shm_bytes=0, pids=None)
-    assert threads_per_rank(limits_within(limits, shares("0-31")), 1) == 32
-
-
 @given(
     st.lists(st.sets(st.integers(0, 300), min_size=1).map(frozenset), min_size=1, max_size=9), st.booleans()
 )
@@ -154,12 +129,6 @@ def test_ranks_read_what_the_launcher_wrote(each: list[Cpus], pinned: bool) -> N
         write_launch(Path(folder), launch)
         assert read_launch(Path(folder)) == launch
     assert all(count_cpus(cpus_text(share)) == len(share) for share in each)
-
-
-def test_the_user_is_told() -> None:
-    wanted = "CPUs: ranks on 0-3 | 4-7, OpenMP's threads pinned (parallel.cpu_binding)"
-    assert binding_note(shares("0-3", "4-7", pinned=True)) == wanted
-    assert binding_note(CpuShares()) == ""
 
 
 @pytest.mark.parametrize("given_by_user", [{}, {"OMP_PROC_BIND": "false"}, {"KMP_AFFINITY": "none"}])
@@ -172,13 +141,6 @@ def test_what_the_user_said_about_threads_stays(given_by_user: dict[str, str]) -
     else:
         assert environ["GOMP_CPU_AFFINITY"] == here
         assert environ["KMP_AFFINITY"] == f"granularity=fine,proclist=[{here}],explicit"
-
-
-def test_a_rank_that_the_launcher_did_not_bind_stays_free() -> None:
-    before = os.sched_getaffinity(0)
-    bind(shares("0"), {"LOCAL_RANK": "1"})  # fewer shares than ranks
-    bind(CpuShares(), {})
-    assert os.sched_getaffinity(0) == before
 
 
 BOUND = """
@@ -237,19 +199,6 @@ def printed(program: str, *words: str, **environ: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
-
-
-BOUND_TO_ONE = """
-import os
-from trainer.host.limits import keep_to, read_limits
-keep_to(frozenset([min(os.sched_getaffinity(0))]))
-print(len(os.sched_getaffinity(0)), read_limits().cpus)
-"""
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_the_limits_stay_those_of_the_container() -> None:
-    assert printed(BOUND_TO_ONE) == ["1", str(read_limits().cpus)]
 
 
 START_OF_A_RANK = """

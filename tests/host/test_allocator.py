@@ -78,13 +78,6 @@ def test_what_is_missing_is_said_before_anything_is_allocated(
         check_allocator(choice, environ, lambda: driver)
 
 
-def test_enough_is_enough() -> None:
-    check_allocator("native", {}, lambda: "450.80.02")
-    check_allocator("async", {NEW: "backend:cudaMallocAsync"}, lambda: "470.42.01")
-    check_allocator("async", {OLD: "backend:cudaMallocAsync"}, lambda: None)  # NVML doesn't tell
-    check_allocator("expandable", {NEW: "expandable_segments:True"}, lambda: "450.80.02")
-
-
 def recipe(settings: Mapping[str, str]) -> Recipe:
     words = [f"{key}={value}" for key, value in settings.items()]
     return validated(Recipe, override(read_recipe("digits"), words), "digits")

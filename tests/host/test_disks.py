@@ -1,18 +1,16 @@
 """What is told of a file system is what lies there; looking leaves nothing, and no server is waited for."""
 
 import errno
-import resource
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.nobody import IN_ROOT_ONLY, as_nobody
 from tests.helpers.planted import write
 from tests.helpers.waiting import SECONDS
 from trainer.host import disks
-from trainer.host.disks import Mount, cache_folders, read_data, read_folder, read_mount
+from trainer.host.disks import Mount, read_data, read_folder, read_mount
 from trainer.host.reading import within_seconds
 
 MOUNTS = """\
@@ -98,18 +96,3 @@ def test_data_is_read_at_random(tmp_path: Path) -> None:
     found = read_data(str(tmp_path))
     assert found.error == ""
     assert found.speed == pytest.approx(1000 * found.reads)
-
-
-@IN_ROOT_ONLY
-def test_data_that_this_user_may_not_read(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir(mode=0o700)
-    code = f"print(read_data({str(folder)!r}).error)"
-    said = as_nobody("from trainer.host.disks import read_data", code, resource.RLIMIT_CORE, 0)
-    assert said == "Permission denied"
-
-
-def test_where_caches_lie() -> None:
-    assert cache_folders({"HOME": "/home/ann"}) == {"XDG_CACHE_HOME": Path("/home/ann/.cache")}
-    found = cache_folders({"XDG_CACHE_HOME": "/cache", "TORCH_HOME": "/cache/torch", "TRITON_CACHE_DIR": ""})
-    assert found == {"XDG_CACHE_HOME": Path("/cache"), "TORCH_HOME": Path("/cache/torch")}

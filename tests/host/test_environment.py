@@ -1,32 +1,18 @@
 """The environment variables of our own: few, in one module, with a table."""
 
-import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from trainer.cli import main
 from trainer.host import environment
-from trainer.host.startup import any_character
 
 PACKAGE = Path(environment.__file__).parents[1]
 NAME = re.compile(r"\bTRAINER_[A-Z_]+")
-
-
-def test_one_module_names_them_all() -> None:
-    found = {
-        path.relative_to(PACKAGE): set(NAME.findall(path.read_text()))
-        for path in PACKAGE.rglob("*.py")
-        if NAME.search(path.read_text())
-    }
-    assert list(found) == [Path("host/environment.py")]
-    table = re.findall(r"^\| `(\w+)` \|", environment.__doc__ or "", re.MULTILINE)
-    assert set(table) == set.union(*found.values()) and len(table) <= 4
 
 
 # What a process is started with
@@ -77,14 +63,6 @@ def test_standard_output_takes_any_character(environment: dict[str, str], writte
         capture_output=True,
     )
     assert told.stdout.splitlines()[:3] == [written, b"\xff", rb"\ud83d"]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-le", "utf-7", "cp037"])
-def test_wide_and_odd_encodings_take_any_character_too(encoding: str) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding, "surrogateescape")
-    with mock.patch("sys.stdout", stream), any_character():
-        print("\xfc\udcff\ud83d\u0416", file=stream, flush=True)
-    assert stream.errors == "surrogateescape"
 
 
 def test_a_current_folder_that_was_deleted_is_one_line(

@@ -9,7 +9,6 @@ import pytest
 
 from trainer.cli import make_parser
 from trainer.commands.train import find_recipe, find_run
-from trainer.errors import BadInputError
 from trainer.host.latest import LATEST, RUNS, link_latest, nor_below_runs, run_path
 
 
@@ -77,29 +76,10 @@ def test_a_file_of_somebodys_that_is_named_latest_stays() -> None:
     assert (RUNS / LATEST).read_text() == "mine" and not (RUNS / LATEST).is_symlink()
 
 
-def test_runs_elsewhere_have_no_link(tmp_path: Path) -> None:
-    made("a")
-    (tmp_path / "other" / "run").mkdir(parents=True)
-    link_latest(tmp_path / "other" / "run")
-    assert not (tmp_path / "other" / LATEST).exists() and not (RUNS / LATEST).exists()
-
-
 def parsed(*words: str) -> argparse.Namespace:
     options = make_parser().parse_args(["train", *words])
     find_recipe(options, find_run(options))
     return options
-
-
-def test_the_latest_is_resumed_and_begun_from() -> None:
-    with pytest.raises(BadInputError, match="--resume latest: there is no run below runs"):
-        parsed("digits", "--resume", "latest")
-    folder = made("a")
-    link_latest(folder.absolute())
-    assert parsed("digits", "--resume", "latest").out == folder
-    assert parsed("digits", "--init-from", "latest@7").source[:2] == (folder, "7")
-    for command in ("report", "verify", "runs", "predict"):
-        options = vars(make_parser().parse_args([command, "latest"]))
-        assert folder in (options.get("folder"), *options.get("folders", ()))
 
 
 def test_a_run_links_itself(tmp_path: Path) -> None:

@@ -12,25 +12,13 @@ from trainer.commands.train import _cpus_wanted
 from trainer.config.recipe import Recipe
 from trainer.host import startup
 from trainer.host.limits import Limits
-from trainer.host.startup import SPINS, choose_waiting, free_cpus, idle_ticks
+from trainer.host.startup import SPINS, choose_waiting, free_cpus
 
 STAT = """cpu  10 0 10 180 0 0 0 0 0 0
 cpu0 10 0 0 80 10 0 0 0 0 0
 cpu1 0 0 10 90 0 0 0 0 7 0
 intr 1 2 3
 """
-
-
-def test_ticks_of_each_cpu_are_read() -> None:
-    assert idle_ticks(STAT) == {0: (90, 100), 1: (90, 100)}
-    assert idle_ticks("") == {}
-
-
-@pytest.mark.parametrize(
-    "line", ["cpu2", "cpu2 1 2 3", "cpu2 1 2 3 -4 5", "cpu2 1 2 3 a b", "cpu² 1 2 3 4 5", "cpu"]
-)
-def test_a_line_that_no_kernel_should_write_is_left_out(line: str) -> None:
-    assert idle_ticks(f"{STAT}{line}\n") == {0: (90, 100), 1: (90, 100)}
 
 
 @pytest.mark.parametrize(
