@@ -53,7 +53,7 @@ build/mutants/coverage.db:
 	rm -rf build/coverage && mkdir -p build/coverage build/mutants
 	-$(VENV)/bin/coverage run -m pytest -p tests.mutants.contexts -n auto --dist loadgroup \
 		-m "not slow and not container" --junitxml=build/mutants/times.xml
-	$(VENV)/bin/coverage combine -q --data-file=$@ build/coverage
+	$(VENV)/bin/coverage combine -q --data-file=$@ build/coverage/data.*
 
 # Delete build/mutants after a change of tests: it says which of them run which line.
 mutant-table: build/mutants/coverage.db ## add to tests/mutants/table.jsonl which fast tests see a mutant, known or generated (hours); ARGS="--only optim"
