@@ -57,15 +57,10 @@ class Ended(NamedTuple):
 
 
 class Started:
-    """A job that runs in a folder, by one of the ways.
+    """A job that runs in a folder, by one of the ways."""
 
-    `start` is `subprocess.Popen` for processes that share nothing with this one.
-    """
-
-    def __init__(
-        self, way: str, folder: Path, job: Job, start: type[subprocess.Popen[Any]] = preloaded.Popen
-    ) -> None:
-        self._folder, self._popen, self._stderr = folder, start, (folder / "stderr").open("w")
+    def __init__(self, way: str, folder: Path, job: Job) -> None:
+        self._folder, self._stderr = folder, (folder / "stderr").open("w")
         kind, ranks = way.split(maxsplit=1)[0], RANKS[way]
         self._logs = "ranks/**/stderr.log" if kind == "torchrun" else "stderr"
         self.processes: list[subprocess.Popen[Any]] = []
@@ -86,7 +81,7 @@ class Started:
             self._start(sys.executable, "-c", _FIT, json.dumps(asked))
 
     def _start(self, *words: str, **environment: str) -> None:
-        process = self._popen(
+        process = preloaded.Popen(
             words,
             cwd=self._folder,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
