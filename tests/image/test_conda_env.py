@@ -58,7 +58,6 @@ class Channel:
         placeholder: dict[str, str] | None = None,
         version: str = "1.0",
         entry_points: list[str] | None = None,
-        channel: str = "conda-forge",
     ) -> Path:
         """Makes a package and adds its line; text is a symlink's target, `placeholder` a mode by path."""
         noarch = entry_points is not None
@@ -85,7 +84,7 @@ class Channel:
         info["index.json"] = index
         about: dict[str, bytes | str] = {f"info/{key}": json.dumps(info[key]).encode() for key in info}
         about["info/files"] = "".join(f"{path}\n" for path in files).encode()
-        target = self.folder / channel / subdir / f"{name}-{version}-{build}{kind}"
+        target = self.folder / "conda-forge" / subdir / f"{name}-{version}-{build}{kind}"
         target.parent.mkdir(parents=True, exist_ok=True)
         if kind == ".conda":
             with zipfile.ZipFile(target, "w") as parts:
@@ -194,7 +193,7 @@ def make(channel: Channel, conda: str, tmp_path: Path) -> Make:
             "\n".join(["# a test", "@EXPLICIT", *(channel.lines if lines is None else lines), ""])
         )
         given = [lock, prefix, "--conda", conda, "--backoff", 0.01]
-        given += ["--mirror", channel.url if mirror is None else mirror] if mirror != "none" else []
+        given += ["--mirror", channel.url if mirror is None else mirror]
         # Whatever asks for another host asks the channel's server, as a proxy: counted.
         env = {**os.environ, **dict.fromkeys(PROXIES, channel.url)}
         env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", **more}
@@ -238,11 +237,13 @@ def tree(prefix: Path) -> dict[str, tuple[int, bytes | str]]:
     return found
 
 
-@pytest.mark.usefixtures("packages")
-def test_the_right_hashes_give_the_environment(make: Make) -> None:
+def test_the_right_hashes_give_the_environment_and_nothing_else_is_asked_for(
+    packages: Channel, make: Make
+) -> None:
     made = make()
     assert made.code == 0, made.out
-    assert "2 packages" in made.error
+    wanted = [line.partition("#")[0].removeprefix(HOST) for line in packages.lines]
+    assert packages.asked == Counter(wanted)
     said = subprocess.run([made.prefix / "bin" / "where"], capture_output=True, text=True, check=True).stdout
     assert said == f"{made.prefix}/share\n"
     binary = (made.prefix / "lib" / "binary").read_bytes()
@@ -271,12 +272,6 @@ def test_records_name_every_file_and_the_true_source(packages: Channel, make: Ma
     found = {path for path in tree(prefix) if not (prefix / path).is_dir()}
     assert found == listed
     assert (prefix / "conda-meta" / "history").read_text() == ""
-
-
-def test_only_the_packages_are_asked_for(packages: Channel, make: Make) -> None:
-    assert make().code == 0
-    wanted = [line.partition("#")[0].removeprefix(HOST) for line in packages.lines]
-    assert packages.asked == Counter(wanted)
 
 
 def test_two_creations_give_the_same_bytes(packages: Channel, make: Make) -> None:

@@ -71,20 +71,13 @@ OURS = (
     [
         ([], [], []),
         (["--ServerApp.base_url=/x/y/"], [OURS[4]], ["http://127.0.0.1:8888/x/y/lab"]),
-        (["--ServerApp.base_url=/x", "--debug"], [OURS[4]], ["http://127.0.0.1:8888/x/lab"]),
-        (["--ServerApp.base_url", "x"], [OURS[4]], ["http://127.0.0.1:8888/x/lab"]),
-        (["--ServerApp.base_url=/"], [], []),
-        (["--port=9999"], [OURS[1]], []),
         (["--ServerApp.port", "9999", "--ip=::"], OURS[:2], []),
-        (["--ServerApp.root_dir=/data", "--debug"], [OURS[3]], []),
         (["--notebook-dir=/a b"], [OURS[3]], []),
-        (["--ServerApp.custom_display_url=https://hub/me"], [OURS[4]], []),
-        (["--LabApp.extension_manager=pypi"], [OURS[7]], []),
     ],
 )
 def test_jupyter_takes_options_and_none_twice(
     entrypoint: Callable[..., subprocess.CompletedProcess[str]],
-    words: list[str], gone: Sequence[str], new: list[str],
+    words: list[str], gone: Sequence[str], new: list[str]
 ) -> None:  # fmt: skip
     """JupyterLab ends with an error where it is given one twice."""
     said = entrypoint("jupyter", *words).stdout
@@ -117,13 +110,6 @@ def test_a_hub_gets_its_single_user_server(
     (tmp_path / "tools/jupyterhub-singleuser").chmod(0o755)
     assert entrypoint("jupyter", "--debug", JUPYTERHUB_API_TOKEN="x").stdout == "single --debug\n"
     assert entrypoint("jupyterhub-singleuser", JUPYTERHUB_API_TOKEN="x").stdout == "single\n"
-
-
-def test_the_variable_that_was_for_both_kinds_of_image_is_refused(
-    entrypoint: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    done = entrypoint("echo", TRAINER_IMAGE="there/x:1")
-    assert (done.returncode, done.stdout) == (2, "") and "TRAINER_DEV_IMAGE" in done.stderr
 
 
 def test_hooks_run_in_order_and_one_that_fails_stops_nothing(tmp_path: Path) -> None:
@@ -182,21 +168,10 @@ def test_an_owner_without_a_number_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--version", "--paths", "--runtime-dir", "-h", "lab --port=1", "kernelspec list"]
-)
-def test_what_jupyter_says_of_itself(
-    entrypoint: Callable[..., subprocess.CompletedProcess[str]], words: str
-) -> None:
-    assert entrypoint("jupyter", *words.split()).stdout == f"jupyter {words}\n"
-
-
-@pytest.mark.parametrize(
     ("words", "wanted"),
     [
         ("--path_prefix=/tb", "--host 0.0.0.0 --port 6006 --logdir /workspace/runs --path_prefix=/tb"),
         ("--logdir a --port 1", "--host 0.0.0.0 --logdir a --port 1"),
-        ("--logdir_spec a:b --bind_all", "--port 6006 --logdir_spec a:b --bind_all"),
-        ("--host=::1", "--port 6006 --logdir /workspace/runs --host=::1"),
     ],
 )
 def test_tensorboard_takes_options(
@@ -211,12 +186,7 @@ def test_tensorboard_takes_options(
     ("words", "env"),
     [
         (["jupyter"], {"JUPYTER_TOKEN": ""}),
-        (["jupyter-lab"], {"JUPYTER_TOKEN": ""}),
-        (["jupyter", "--ServerApp.base_url=/x/"], {"JUPYTER_TOKEN": ""}),
-        (["jupyter", "--IdentityProvider.token="], {}),
         (["jupyter", "--IdentityProvider.token", ""], {}),
-        (["jupyter", "lab", "--ServerApp.token="], {}),
-        (["jupyter", "lab", "--IdentityProvider.token=''"], {}),
         (["jupyter", "lab", "--IdentityProvider.token", ""], {}),
     ],
 )
@@ -294,10 +264,7 @@ def test_a_login_shell_has_the_images_variables(tmp_path: Path, shell: str) -> N
     }
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "owner", "wanted"),
-    [(0xE0, 1234, 1234), (0xA80425FB, 1234, 0), (0, 1234, 0), (0xE0, 0, 0)],
-)
+@pytest.mark.parametrize(("capabilities", "owner", "wanted"), [(0xE0, 1234, 1234), (0xA80425FB, 1234, 0)])
 def test_a_python_that_entered_as_root_becomes_the_owner(
     tmp_path: Path, capabilities: int, owner: int, wanted: int
 ) -> None:

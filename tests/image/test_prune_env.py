@@ -102,14 +102,6 @@ def test_only_what_the_rules_name_goes(env: Path, capsys: pytest.CaptureFixture[
         assert f": {rule['rule']} (" in told
 
 
-def test_a_second_name_of_the_same_folder_changes_nothing(env: Path) -> None:
-    """conda-forge's Python 3.12 brings `lib/python3.1`, a link to it."""
-    (env / "lib" / "python3.1").symlink_to(Path(SITE).parts[1])
-    assert prune(env)["removed"] == sorted(GONE)
-    assert (env / FIRST).read_bytes() == LIBRARY
-    assert (env / COPY).read_bytes() == LIBRARY
-
-
 def test_nothing_installed_imports_the_tests_that_go() -> None:
     """Of the environment that runs this: what it names as prunable, no module outside names in an import."""
     site = next(Path(path) for path in sys.path if path.endswith("site-packages"))

@@ -24,22 +24,13 @@ READY = Facts(gpus=TWO, seen=TWO)
 CHOICES: list[tuple[Facts, bool | None, str]] = [
     (Facts(), True, "trainer:x-train is here"),
     (READY, True, "it sees every GPU (2)"),
-    (replace(READY, runtime="container"), True, "it sees every GPU (2)"),
     (replace(READY, runtime="local"), False, "RUNTIME=local"),
     (replace(READY, present=False), False, "no image trainer:x-train; make image STACK=x builds it"),
-    (replace(READY, present=False, given=True), False, "IMAGE=trainer:x-train can't be pulled"),
     (replace(READY, engine="no engine here"), False, "no engine here"),
     (replace(READY, seen=frozenset({"GPU-1"})), False, "a container sees 1 of 2 GPUs"),
-    (replace(READY, seen=frozenset({"GPU-1", "GPU-2", "GPU-3"})), False, "a container sees 1 of 2 GPUs"),
-    (replace(READY, seen=frozenset(), blind="no runtime"), False, "sees 0 of 2 GPUs (no runtime)"),
     (replace(READY, outside="/data"), False, "/data is outside this folder"),
     (replace(READY, runtime="container", present=False), None, "RUNTIME=container: no image"),
-    (replace(READY, runtime="container", engine="no engine here"), None, "RUNTIME=container: no engine here"),
-    (replace(READY, runtime="container", seen=frozenset()), None, "sees 0 of 2 GPUs"),
-    (replace(READY, runtime="podman"), None, "auto, local (.venv) or container, not 'podman'"),
     (replace(READY, present=False, conda="c"), None, "conda env create -f stacks/c/environment.yml"),
-    (replace(READY, runtime="local", conda="c"), None, "STACK=c is conda's"),
-    (replace(READY, conda="c"), True, "trainer:x-train is here"),
 ]
 
 
@@ -57,18 +48,7 @@ def test_the_choice(facts: Facts, container: bool | None, why: str) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "visible"),
-    [
-        (None, ["0", "1", "2", "3"]),
-        ("", []),
-        ("2", ["2"]),
-        ("3, 1", ["3", "1"]),
-        ("1,4,2", ["1"]),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("GPU-22", ["GPU-22-a"]),
-        ("GPU-", []),
-        ("MIG-1/2", ["MIG-1/2"]),
-    ],
+    [("", []), ("2", ["2"]), ("1,4,2", ["1"]), ("GPU-22", ["GPU-22-a"]), ("MIG-1/2", ["MIG-1/2"])],
 )
 def test_what_the_variable_leaves(variable: str | None, visible: list[str]) -> None:
     assert visible_gpus([gpu.uuid for gpu in GPUS], variable)[0] == visible
@@ -212,12 +192,8 @@ def test_a_container_that_sees_fewer_gpus_is_not_taken(machine: Machine) -> None
     [
         ("", None, "all"),
         ("1", None, '"device=0"'),
-        ("id:1", None, '"device=1"'),
         ("1,0", None, '"device=1,0"'),
-        ("2", None, "all"),
-        ("", "1", '"device=1"'),
         ("1", "1", '"device=1"'),
-        ("id:0", "1,0", '"device=1"'),
         ("", "", None),
     ],
 )
@@ -229,12 +205,6 @@ def test_gpus_in_a_container(machine: Machine, gpus: str, variable: str | None, 
     words = machine.asked()[-1]
     assert (words[words.index("--gpus") + 1] if "--gpus" in words else None) == given
     assert "runtime: container: " in out
-
-
-def test_gpus_in_venv_stay_the_trainers_business(machine: Machine) -> None:
-    machine.gpus()
-    out, _ = machine.run("train", "--gpus", "id:1", "--", "digits", "--set", "a=1", code=75)
-    assert out.endswith("in .venv: train digits --gpus id:1 --set a=1\n")
 
 
 def test_data_is_shown_to_the_container_and_the_rest_of_the_disk_is_not(
@@ -276,11 +246,6 @@ def test_engines_that_do_not_do(
     assert line in machine.refused("up")
 
 
-def test_no_engine(machine: Machine) -> None:
-    for words in (("up",), ("shell",), ("train", "--runtime", "container", "--", "digits")):
-        assert "docker isn't on PATH" in machine.refused(*words)
-
-
 def test_no_buildkit_and_no_space(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from engine_checks import check_disk, check_engine
 
@@ -297,24 +262,7 @@ def test_no_buildkit_and_no_space(machine: Machine, monkeypatch: pytest.MonkeyPa
     check_disk(1e6)  # not this machine's disk
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ["train", "--stack", "torch2.9-cu129", "--", "digits"],
-            "no stack 'torch2.9-cu129'; did you mean 'torch2.9-cu128'?",
-        ),
-        (["up", "--stack", "zzz"], "no stack 'zzz'; there are pytorch-cuda-11.8, "),
-        (["train", "--gpus", "2", "--", "digits"], "GPUS=2: nvidia-smi shows none here; leave GPUS out"),
-        (["train", "--runtime", "podman", "--", "digits"], "auto, local (.venv) or container, not 'podman'"),
-        (["train", "--stack", "pytorch-cuda-12.4", "--", "digits"], "make image STACK=pytorch-cuda-12.4"),
-    ],
-)
-def test_bad_input(machine: Machine, words: list[str], line: str) -> None:
-    assert line in machine.refused(*words)
-
-
-@pytest.mark.parametrize("gpus", ["3", "id:2", "0,0", "x"])
+@pytest.mark.parametrize("gpus", ["3", "0,0"])
 def test_gpus_that_are_not_there(machine: Machine, gpus: str) -> None:
     machine.gpus()
     machine.engine()
