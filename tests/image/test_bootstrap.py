@@ -278,17 +278,6 @@ def test_a_gpu_on_arm_that_the_stack_cannot_use_is_told(
     assert ("STACK=torch2.14-cu130 " in capsys.readouterr().out) == told
 
 
-def test_a_stack_of_condas_takes_nothing_away(with_uv: Project) -> None:
-    with_uv.lock("apple==1.0 test")
-    with_uv.bootstrap("test")
-    with_uv.lock("pear==1.0 test")
-    (with_uv.root / "stacks/tiny/stack.toml").write_text('[stack]\nkind = "conda"  # why\n')
-    line = with_uv.bootstrap("test", code=2)
-    assert "STACK=tiny is conda's, which" in line
-    assert line.count("\n") == 1
-    assert with_uv.version("apple") == "1.0"
-
-
 PATCH = "import platform, runpy, sys, sysconfig; {}; runpy.run_path({!r}, run_name='__main__')"
 
 

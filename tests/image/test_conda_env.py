@@ -298,22 +298,6 @@ def python(channel: Channel) -> None:
     channel.pack("hello", {"site-packages/hello.py": code}, entry_points=["say-hello = hello:main"])
 
 
-def test_noarch_python_with_an_entry_point(channel: Channel, make: Make) -> None:
-    python(channel)
-    made = make()
-    assert made.code == 0, made.out
-    site = made.prefix / f"lib/python{PYTHON}/site-packages"
-    assert [path.name for path in site.iterdir()] == ["hello.py"]  # and no bytecode
-    env = {**os.environ, "PYTHONPATH": str(site)}
-    run = subprocess.run(
-        [made.prefix / "bin" / "say-hello"], env=env, capture_output=True, text=True, check=False
-    )
-    assert (run.returncode, run.stdout) == (3, "hello from noarch\n")
-    record = json.loads((made.prefix / "conda-meta" / "hello-1.0-pyh_0.json").read_text())
-    assert sorted(record["files"]) == ["bin/say-hello", f"lib/python{PYTHON}/site-packages/hello.py"]
-    assert "pyc" not in json.dumps(record["paths_data"])
-
-
 def test_a_wrong_hash_is_refused(packages: Channel, make: Make) -> None:
     wrong = [packages.lines[0], packages.lines[1][:-4] + "0000"]
     for mirror in (packages.url, packages.folder.as_uri()):
@@ -321,14 +305,6 @@ def test_a_wrong_hash_is_refused(packages: Channel, make: Make) -> None:
         assert made.code == 1
         assert "plain-1.0-h1_0.tar.bz2" in made.error
     assert make(mirror=packages.folder.as_uri()).code == 0  # the mirror works
-
-
-def test_a_missing_package(packages: Channel, make: Make) -> None:
-    gone = packages.folder / "conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"
-    gone.unlink()
-    made = make()
-    assert (made.code, packages.asked[f"/{gone.relative_to(packages.folder)}"]) == (1, 1)
-    assert gone.name in made.error
 
 
 def test_failures_that_pass_and_that_stay(packages: Channel, make: Make, tmp_path: Path) -> None:
@@ -393,24 +369,6 @@ def test_locks_that_are_refused(lines: list[str], says: str) -> None:
         parse_lock("\n".join(["# a test", "@EXPLICIT", *lines, ""]))
     assert says in str(refused.value)
     assert "secret" not in str(refused.value)
-
-
-def test_a_lock_that_is_refused_is_one_line(make: Make, channel: Channel) -> None:
-    made = make(lines=[f"{HOST}/t/secret/conda-forge/linux-64/a-1-0.conda#{SHA}"])
-    assert made.code == 2
-    assert "a token" in made.error
-    assert made.out.count("\n") == 1
-    assert "secret" not in made.out
-    assert not channel.asked
-
-
-def test_what_a_lock_may_hold() -> None:
-    lines = [f"{FORGE}/x264-1!164.3095-h1_2.tar.bz2#sha256:{SHA}", f"{FORGE}/_a_b-c-1-0.conda#{SHA}"]
-    first, second = parse_lock("\n".join(["# made by", "", "@EXPLICIT", *lines]))
-    assert (first.name, first.digest, first.record) == ("x264", SHA, "x264-1!164.3095-h1_2")
-    assert (second.name, second.path) == ("_a_b-c", "conda-forge/linux-64/_a_b-c-1-0.conda")
-    with pytest.raises(LockError, match="before @EXPLICIT"):
-        parse_lock(f"{FORGE}/a-1-0.conda#{SHA}\n@EXPLICIT\n")
 
 
 @pytest.mark.usefixtures("packages")

@@ -169,55 +169,6 @@ def test_a_python_that_lies_on_top_is_never_run(image: Image) -> None:
     assert (image.top / "bin/python").resolve() == image.python.resolve()
 
 
-@pytest.mark.parametrize(
-    ("words", "added"),
-    [
-        ("pip install extra", True),
-        ("pip uninstall extra", True),
-        ("pip install --prefix /x extra", False),
-        ("pip list", False),
-    ],
-)
-def test_uv_goes_where_pip_does(tmp_path: Path, words: str, added: bool) -> None:
-    real, program = tmp_path / "bin/uv", tmp_path / "uv"
-    real.parent.mkdir()
-    log = tmp_path / "log"
-    real.write_text(f'#!/bin/sh\necho "$@" >>{log}\n')
-    real.chmod(0o755)
-    on_top = tmp_path / "on_top"
-    on_top.write_text("#!/bin/sh\necho /on-top\n")
-    on_top.chmod(0o755)
-    program.write_text((ROOT / "scripts/uv").read_text().replace("/opt/image/on-top", str(on_top)))
-    program.chmod(0o755)
-
-    def said(path: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [str(program), *words.split()]
-        return subprocess.run(command, env={"PATH": path, **env}, capture_output=True, text=True, check=False)
-
-    said(f"/usr/bin:/bin:{real.parent}")
-    lines = log.read_text().splitlines()
-    where = "--python /on-top/bin/python"
-    checked = (
-        f"pip install --quiet --dry-run --no-deps {where} --constraints /opt/image/constraints.txt extra"
-    )
-    done = f"pip install {where} --excludes /opt/image/constraints.txt extra"
-    removed = f"pip uninstall {where} extra"
-    uninstall = words.startswith("pip uninstall")
-    assert lines == ([removed] if uninstall else [checked, done]) if added else [words]
-    said(f"/usr/bin:/bin:{real.parent}", VIRTUAL_ENV="/own")
-    assert log.read_text().splitlines()[len(lines) :] == [words]
-    for why, told in (("No solution found when resolving dependencies", True), ("Failed to fetch", False)):
-        real.write_text(f"#!/bin/sh\necho {why} >&2\nexit 1\n")
-        failed = said(f"/usr/bin:/bin:{real.parent}")
-        assert failed.returncode == 1 and why in failed.stderr
-        assert ("packages of the image stay as they are" in failed.stderr) == (
-            told and added and not uninstall
-        )
-    real.unlink()
-    missing = said("/usr/bin:/bin")
-    assert missing.returncode == 127 and "pip install uv" in missing.stderr
-
-
 def test_uv_replaces_its_own_and_tells_of_a_package_that_asks_for_more_than_the_image_has(
     image: Image, tmp_path: Path
 ) -> None:

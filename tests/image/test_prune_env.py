@@ -102,32 +102,6 @@ def test_only_what_the_rules_name_goes(env: Path, capsys: pytest.CaptureFixture[
         assert f": {rule['rule']} (" in told
 
 
-def test_nothing_installed_imports_the_tests_that_go() -> None:
-    """Of the environment that runs this: what it names as prunable, no module outside names in an import."""
-    site = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    packages = [
-        pattern.split("/")[3] for rule in RULES for pattern in rule.patterns if pattern.endswith("/tests")
-    ]
-    assert len(packages) > 5
-    # Scripts of developers, which fail without pytest in any case.
-    scripts = {"scipy/special/_precompute/hyp2f1_data.py"}
-    found = []
-    for package in packages:
-        for file in (site / package).rglob("*.py"):
-            path = file.relative_to(site)
-            if {"tests", "test", "testing", "conftest.py"} & set(path.parts) or str(path) in scripts:
-                continue
-            for line in file.read_text(errors="replace").splitlines():
-                words = line.split()
-                if (
-                    len(words) > 1
-                    and words[0] in ("from", "import")
-                    and {"tests", "test"} & set(words[1].split("."))
-                ):
-                    found.append(f"{path}: {line.strip()}")
-    assert not found
-
-
 @pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("strip")), reason="no gcc or no strip here")
 def test_a_library_without_symbols_is_loaded_as_before(tmp_path: Path) -> None:
     names = [f"f{i}_{'x' * 900}" for i in range(1000)]

@@ -1,13 +1,9 @@
 """P1, pinned by hash: conda's half of a stack is closed, hashed, free of `defaults`, and says one thing."""
 
-import functools
-import http.server
 import json
 import lzma
 import shutil
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ import conda_lock
 import lock
 import new_stack
 import pytest
-import stack_table
 from conda_lock import (
     FILES,
     HOST,
@@ -231,29 +226,6 @@ def test_no_solution_is_one_line_and_changes_nothing(
     assert [path.name for path in made.iterdir()] == ["stack.toml"]
 
 
-@pytest.fixture
-def channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A channel on loopback."""
-    monkeypatch.setenv("RATTLER_CACHE_DIR", str(tmp_path / "cache"))
-    folder = tmp_path / "channel"
-    for _, subdir, path in conda_lock.write_repodata(TREE, tmp_path / "repodata"):
-        shutil.copytree(path.parent, folder / subdir)
-    (folder / "linux-64").mkdir()
-    (folder / "linux-64" / "repodata.json").write_text('{"packages": {}, "packages.conda": {}}')
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-def test_solving_from_a_channel(channel: str) -> None:
-    found = solve(["apple"], [channel])
-    assert [(one.url, one.sha256) for one in found] == [
-        (f"{channel}/noarch/{name}-2.0-0.conda", SHA) for name in ("pear", "apple")
-    ]
-
-
 def test_a_new_stack_is_what_was_made_by_hand(tmp_path: Path) -> None:
     """From the default's text and the lock of torch 2.14: the facts of the stack that is there."""
     there = ROOT / "stacks/torch2.14-cu130"
@@ -321,37 +293,3 @@ def test_a_stack_that_fails_halfway_leaves_nothing(
     assert capsys.readouterr().err.endswith("failed (above)\n")
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
     assert not list(project.glob("build/*/*"))
-
-
-def installed(*visions: str) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """Answers of an installed torch 2.14.1, with another torchvision each time."""
-    left = list(visions)
-
-    def run(*_: object, **__: object) -> "subprocess.CompletedProcess[str]":
-        said = {
-            "torch": "2.14.1+cu130",
-            "gpus": "sm_75 sm_90a",
-            "torchvision": left.pop(0),
-            "torchaudio": "2.11.0+cu130",
-        }
-        return subprocess.CompletedProcess([], 0, json.dumps(said), "")
-
-    return run
-
-
-def test_torchvision_is_of_the_same_cuda(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision 0.29.2 takes torch 2.14 by its metadata, and was built for CUDA 13.2."""
-    asked = list[str]()
-
-    def resolve(_: str, words: list[str], *__: object) -> str:
-        asked.append(words[1])
-        text = (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
-        return text.replace("torchvision==0.29.1", f"torchvision==0.29.{3 - len(asked)}")
-
-    monkeypatch.setattr(lock, "resolve", resolve)
-    monkeypatch.setattr(new_stack, "call", lambda *_: None)
-    monkeypatch.setattr(stack_table, "main", lambda: None)
-    monkeypatch.setattr(subprocess, "run", installed("0.29.2+cu132", "0.29.1+cu130"))
-    assert new_stack.main(WORDS) == 0
-    assert asked == ["torchvision", "torchvision<0.29.2"]
-    assert read_toml(project / "stacks/torch2.14-cu130/stack.toml")["pins"]["torchvision"] == "0.29.1"
