@@ -1,10 +1,8 @@
 """Promise: the commands of each example's README run as they stand, in a copy of its folder."""
 
-import ast
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import sys
@@ -14,7 +12,6 @@ import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.ports import free_port
-from trainer import PUBLIC
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
@@ -83,18 +80,6 @@ def test_each_is_known() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_its_modules_import_public_names(example: str) -> None:
-    public = {name for names in PUBLIC.values() for name in names}
-    for path in (FOLDER / example).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                assert not [one.name for one in node.names if one.name.partition(".")[0] == "trainer"]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trainer":
-                assert node.module == "trainer"
-                assert {one.name for one in node.names} <= public
-
-
 def test_a_text_of_ones_own(tmp_path: Path) -> None:
     said = run_all("own-text", tmp_path / "mine")
     assert "The statement " in said
@@ -123,20 +108,6 @@ def test_a_learning_rate_range_test(tmp_path: Path) -> None:
     assert re.search(
         r"(diverged at|did not diverge in).*; (suggestion: optim\.lr=|the loss never fell)", said
     )
-
-
-def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    hook = runpy.run_path(str(FOLDER / "lr-range" / "lr_range.py"))["LRRange"]()
-    losses = [2.0, 1.0, *[0.5] * 30, *[1e3] * 9, float("nan")]
-    for number, loss in enumerate(losses, 1):
-        hook.after_step({"lr": number / 10, "loss": loss})
-    hook.after_evaluation(len(losses), {})
-    assert capsys.readouterr().out.splitlines()[-1] == "the loss diverged at 3.3; suggestion: optim.lr=0.32"
-    never = runpy.run_path(str(FOLDER / "lr-range" / "lr_range.py"))["LRRange"]()
-    never.after_step({"lr": 1.0, "loss": float("nan")})
-    assert "the loss never fell: no suggestion" in capsys.readouterr().out
 
 
 def test_the_links_between_ranks(tmp_path: Path) -> None:
