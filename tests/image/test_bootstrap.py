@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from bootstrap import say_where_cuda_is
-from wheels import read_lock
+from wheels import get_uv, read_lock
 
 from tests.container.rehearsal import served
 from trainer.host.stacks import lock_hash
@@ -248,6 +248,19 @@ def test_another_uv_than_the_locks_is_not_run(index: Project) -> None:
     line = index.bootstrap("test", code=1).splitlines()[-1]
     assert wheel.name in line and "hash differs" in line
     assert not (index.venv / "bin/uv").exists()
+
+
+def test_links_of_an_index_may_be_whole_relative_and_with_hashes(index: Project, tmp_path: Path) -> None:
+    """As the public one's are; and those of mirrors, which escape what HTML asks for."""
+    (wheel,) = (index.links / "simple/uv").glob(f"*{platform.machine()}.whl")
+    place = index.env["PIP_INDEX_URL"].removesuffix("/simple/").replace("me:pw@", "")
+    moved = wheel.rename(index.links / wheel.name)
+    page = index.links / "simple/uv/index.html"
+    for link in (f"{place}/{moved.name}#sha256=00", f"../../{moved.name}", f"/{moved.name}"):
+        page.write_text(f'<a data-x="" href="{link}" data-y="&gt;=3.8">{moved.name}</a>')
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("UV_DEFAULT_INDEX", f"{place}/simple")
+            assert get_uv(index.root / "stacks/tiny/wheels.lock", tmp_path / "got").stat().st_mode & 0o111
 
 
 def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
