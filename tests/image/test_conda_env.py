@@ -381,19 +381,6 @@ def test_a_conda_that_fails(make: Make, tmp_path: Path) -> None:
     assert "exit code 7" in made.error
 
 
-def test_conda_never_writes_bytecode_of_its_own(
-    packages: Channel, make: Make, conda: str, tmp_path: Path
-) -> None:
-    """It stays in the dev image, and bytecode holds times: two builds would differ."""
-    assert make(lines=packages.lines[:1]).code == 0
-    log, wrapper = tmp_path / "calls", tmp_path / "wrapper"
-    wrapper.write_text(f'#!/bin/sh\necho "${{PYTHONDONTWRITEBYTECODE-}}" >>"{log}"\nexec {conda} "$@"\n')
-    wrapper.chmod(0o755)
-    made = make("--conda", wrapper, "--add", lines=packages.lines[1:])
-    assert made.code == 0, made.out
-    assert set(log.read_text().splitlines()) == {"1"}
-
-
 @pytest.mark.usefixtures("packages")
 def test_what_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
     prefix = tmp_path / "opt" / "env"
