@@ -293,3 +293,9 @@ def test_a_stack_that_fails_halfway_leaves_nothing(
     assert capsys.readouterr().err.endswith("failed (above)\n")
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
     assert not list(project.glob("build/*/*"))
+
+
+def test_the_page_names_each_stack_and_its_end(stack: Path) -> None:
+    text, until = (ROOT / "docs/stacks.md").read_text(), read_toml(stack / "stack.toml")["supported_until"]
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{stack.name}`")]
+    assert row.endswith(f"| {until} |")
