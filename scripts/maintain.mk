@@ -17,9 +17,9 @@ first-build: ## pull the bases, build STACK twice, test, note the digests; ADVIS
 push: ## push what make first-build tested to REGISTRY=host/path and print the digests
 	$(call script,publish.py push --stack $(STACK) --registry "$(REGISTRY)" $(ARGS))
 
-image-test: ## run the tests that need a container engine and the images; ARGS="-k name"
+image-test: ## run the tests that need a container engine and the images; ARGS="-m slow": attacks, nightly
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest tests/container $(or $(ARGS),-n 2 --dist loadgroup)
+	$(VENV)/bin/python -m pytest tests/container $(or $(ARGS),-m "not slow" -n 2 --dist loadgroup)
 
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)

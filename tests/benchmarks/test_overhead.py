@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import against, overhead
+from benchmarks import overhead
 from benchmarks.__main__ import main
 from tests.helpers.clock import Clock
-from tests.helpers.libraries import require
 from trainer.optim.optimizers import LRScheduler
 from trainer.rng import permuted
 
@@ -89,35 +88,3 @@ def test_both_loops_do_the_same_mathematics(monkeypatch: pytest.MonkeyPatch, tmp
     assert torch.allclose(by_hand, by_trainer, atol=1e-6)
     assert torch.allclose(lean, by_trainer, atol=1e-6)
     assert not torch.allclose(by_hand, next(start.parameters()), atol=1e-2)
-
-
-@pytest.mark.parametrize("library", ["lightning", "fabric", "accelerate", "ignite"])
-def test_a_library_does_the_same_mathematics(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    """From the same weights, in the same order, over more than an epoch: the same weights and averages."""
-    require(library)
-    steps, size = 600, len(overhead.TinyTask().x)
-    task, recipe = Kept(), overhead.tiny_recipe(600)
-    averages: dict[int, torch.Tensor] = {}
-    original: Any = torch._foreach_lerp_
-
-    def order(_: int) -> torch.Tensor:
-        return torch.from_numpy(permuted(recipe.seed, np.full(size, next(epochs)), np.arange(size), size))
-
-    def lerp(average: list[torch.Tensor], *others: Any) -> None:
-        averages[id(average)] = average[0]
-        original(average, *others)
-
-    monkeypatch.setattr(torch, "randperm", order)
-    monkeypatch.setattr(torch, "_foreach_lerp_", lerp)
-    epochs = iter(range(5))
-    overhead.by_hand(task, recipe.optim, steps)
-    epochs = iter(range(5))
-    tiny = overhead.TinySteps(task, recipe.optim, steps)
-    seconds = against.chosen(library, "train_tiny")[library](tiny)
-    assert seconds > 0
-    by_hand, by_library = (next(model.parameters()) for model in task.models)
-    assert torch.allclose(by_hand, by_library, atol=1e-6)
-    assert not torch.allclose(by_hand, next(Kept().model().parameters()), atol=1e-2)
-    hand_average, library_average = averages.values()
-    assert torch.allclose(hand_average, library_average, atol=1e-6)
-    assert not torch.allclose(hand_average, by_hand, atol=1e-5)

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from benchmarks import setting
-from benchmarks.__main__ import main, make_parser
 from benchmarks.setting import bench_setting
 from tests.helpers.clock import Clock
-from trainer.errors import BadInputError
 from trainer.train.state import Run
 from trainer.train.step import train_step
 
@@ -33,15 +31,3 @@ def test_settings_beside_the_recipe_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     assert as_it_is == "| as it is | 2.00 |  |  |"
     assert tree == "| parallel.reduction=tree | 2.00 | 1.000 | 1.000 to 1.000 |"
     assert wide == "| model.width=6 | 5.00 | 2.500 | 2.500 to 2.500 |"
-
-
-def test_nothing_to_measure_and_bad_settings(capsys: Capsys) -> None:
-    for one in ("log.every=1", "parallel.threads=1"):
-        with pytest.raises(BadInputError, match="steps alone are timed"):
-            bench_setting("digits", [one], [], rounds=1, steps=1)
-    words = ["setting", "digits", "data.workers=1", "data.workers=2"]  # none of them is a --set
-    assert make_parser(words).parse_args(words).settings == words[2:]
-    assert main(["setting", "digits", "data.micro_batch_size=auto", "--rounds", "1", "--steps", "1"]) == 2
-    assert "data.micro_batch_size=auto: a number is needed here" in capsys.readouterr().err
-    assert main(["setting", "digits", "optim.max_grad_nom=0"]) == 2
-    assert "did you mean 'optim.max_grad_norm'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import targets_run
 from benchmarks.__main__ import main
-from benchmarks.targets import TARGETS, Step
+from benchmarks.targets import Step
 from benchmarks.targets_parts import main as part
 
 ROW = {"kind": "end", "samples_per_s": 200.0, "time/wall": 1.0, "mfu": 0.6, "gpu/utilization": 0.95}
@@ -47,13 +47,6 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-def test_each_row_has_a_piece_and_the_promises_are_the_first() -> None:
-    assert [target.piece for target in TARGETS] == sorted(target.piece for target in TARGETS)
-    assert {target.piece for target in TARGETS} == set(range(1, targets_run.PIECES + 1))
-    assert {t.key for t in TARGETS if t.piece == 1} == {"waits", "cuts", "start-memory", "stall"}
-    assert len({target.key for target in TARGETS}) == len(TARGETS)
-
-
 def test_pieces_go_on_where_the_last_one_ended(
     done: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,43 +64,6 @@ def test_pieces_go_on_where_the_last_one_ended(
     assert main([*words, "--only", "gpt2,stall"]) == 3
     assert done[4:] == ["gpt2"]
     assert "gpt2" not in json.loads((folder / "results.json").read_text()), "it may be tried again"
-
-
-def test_a_call_ends_in_time_and_keeps_each_row(done: list[str], tmp_path: Path) -> None:
-    """Each takes 100 s here: the fifth begins within 470 s, the sixth doesn't; the next call goes on."""
-    assert main(["targets", "--out", str(tmp_path)]) == 3
-    assert done == ["synchronizations", "cuts", "start-memory", "checkpoints", "graphs"]
-
-
-def test_another_card_begins_anew(done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["targets", "--out", str(tmp_path), "--only", "waits"]) == 0
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    assert main(["targets", "--out", str(tmp_path), "--only", "waits"]) == 0
-    assert done == ["synchronizations"] * 2
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--only", "nosuch"], "--only: no target is called 'nosuch' (there are: waits, "),
-        (["--piece", "7"], "--piece 7: there are 1 to 6"),
-        (["--piece", "-1"], "--piece -1: there are 1 to 6"),
-    ],
-)
-def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["targets", *words]) == 2
-    shown = capsys.readouterr().err
-    assert said in shown and shown.count("\n") == 1
-
-
-def test_what_cannot_be_read_is_named(
-    done: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "NVIDIA-H200"
-    folder.mkdir()
-    (folder / "results.json").write_text("{")
-    assert main(["targets", "--out", str(tmp_path)]) == 2
-    assert "results.json can't be read" in capsys.readouterr().err and not done
 
 
 @pytest.mark.slow

@@ -38,12 +38,6 @@ def test_a_slower_loader_misses_the_target(
     assert f"target 8x: {verdict}" in out
 
 
-def test_a_target_within_the_interval_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = tokens.TokenTimes(np.array([7.0, 9.0] * 5), np.ones(10))
-    monkeypatch.setattr(tokens, "measure_tokens", lambda *_: times)
-    assert bench_tokens() == 3
-
-
 def test_both_deliver_the_same_kind_of_batch(tmp_path: Path) -> None:
     file = tmp_path / "x.bin"
     (np.arange(500_000) % 50_000).astype(np.uint16).tofile(file)
@@ -54,11 +48,3 @@ def test_both_deliver_the_same_kind_of_batch(tmp_path: Path) -> None:
             assert part.is_contiguous()
         assert ((x + 1) % 50_000 == y).all()
         assert (x[:, 1:] == y[:, :-1]).all()
-
-
-def test_the_threads_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "interleaved", lambda *_: 1 / 0)
-    torch.set_num_threads(2)
-    with pytest.raises(ZeroDivisionError):
-        bench_tokens(rounds=1, batches=10, megabytes=1)
-    assert torch.get_num_threads() == 2

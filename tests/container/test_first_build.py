@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.container.project import free_ports
-from tests.container.rehearsal import STACKS, commit, gateway, make_project, push_bases, served
+from tests.container.rehearsal import STACKS, gateway, make_project, push_bases, served
 from tests.container.run import engine
 from tests.helpers.waiting import until
 from trainer.version import __version__
@@ -160,30 +160,6 @@ def published(first: Rehearsal, images: dict[str, str], ours: tuple[str, ...], t
     engine("rmi", "--force", images["train"])
     assert images["train"] in engine("pull", ref)
     assert engine("run", "--rm", "--network=none", ref, "cat", "/opt/env/packages") == f"{packages}\n"
-    another_commit(first, images, ours, tag)
-
-
-def another_commit(
-    first: Rehearsal, images: dict[str, str], ours: tuple[str, ...], tag: tuple[str, ...]
-) -> None:
-    """Of the same day and version: its day's name gets a number, the version's stays, the plain one moves."""
-    (first.project / "README.md").write_text("another\n")
-    commit(first.project)
-    assert "first-build" in first.publish(*tag, "", code=2)  # another was tested
-    first.build()
-    first.publish("push", *ours)
-    assert images["train"] in first.publish(*tag, f"v{__version__}", code=2)
-    out = first.publish(*tag, "")
-    assert f"trainer:{STACK}-20261126-2 is " in out and images["train"] not in out
-    moved = f"{REGISTRY}/ours/trainer:{STACK}"
-    (newest,) = re.findall(rf"{re.escape(moved)} is (sha256:\w+) now", out)
-    assert newest in engine("buildx", "imagetools", "inspect", moved)
-
-
-def test_a_digest_that_is_gone(copied: Rehearsal) -> None:
-    name, digest = list(copied.digests.items())[1]
-    copied.edit("Dockerfile", f"{re.escape(name)}@{digest}", f"{name}@sha256:{'0' * 64}")
-    assert "sha256:000" in copied.refused("pull the bases")
 
 
 def test_a_package_that_is_another(copied: Rehearsal) -> None:

@@ -1,6 +1,5 @@
 """Promise: the image runs as anyone, says what it is, holds one CUDA, and asks nothing of the network."""
 
-import importlib.util
 import json
 import os
 import random
@@ -13,8 +12,7 @@ from typing import Any
 
 import pytest
 from image import Request, archive_words, commit_of, labels_of, mismatches, read_stack
-from image_archives import differing_files, read_layers
-from prune_env import digest_of, strip
+from image_archives import read_layers
 from wheels import canonical, read_lock
 
 from tests.container.run import engine
@@ -82,7 +80,7 @@ echo "[$(cat /tmp/first), $(cat /tmp/second), $code]"
 
 def test_the_doctor_finds_nothing_wrong_with_anyone(train_image: str) -> None:
     """What it can't write to is said; the software is whole."""
-    for user in USERS:
+    for user in (USERS[0], USERS[-1]):
         given = [f"--user={user}"] if user else []
         run = ["run", *LIMITED, *READ_ONLY, *given, train_image, "bash", "-c", DOCTOR]
         first, second, code = json.loads(engine(*run, expected=[WARNED]))
@@ -105,16 +103,6 @@ def test_a_hostile_home_is_not_imported(train_image: str, tmp_path: Path) -> Non
     for home in ("/home/trainer", "/somewhere"):
         mount = ["-v", f"{tmp_path}:{home}:ro", "-e", f"HOME={home}"]
         assert engine("run", *LIMITED, *mount, train_image, "python", "-c", asked).startswith("/opt/env/lib/")
-
-
-def test_a_run_that_would_go_with_the_container_says_so(train_image: str, tmp_path: Path) -> None:
-    """The first `docker run` of a newcomer has no -v."""
-    kept = ["-v", f"{tmp_path}:/workspace/runs", f"--user={os.getuid()}"]
-    for given, told in (([], True), (kept, False)):
-        words = ["trainer", "train", "digits", "--set=max_steps=1", "--set=parallel.threads=1"]
-        out = engine("run", *LIMITED, *given, train_image, *words)
-        assert ('-v "$PWD"/runs:/workspace/runs keeps it' in out) == told
-    assert list(tmp_path.glob("digits-*/manifest.json"))
 
 
 def test_packages_go_on_top_and_leave_the_images_as_they_are(train_image: str, tmp_path: Path) -> None:
@@ -161,11 +149,6 @@ def test_an_image_of_ones_own_is_four_lines(train_image: str, tmp_path: Path) ->
     engine("rmi", name)
 
 
-def test_what_the_train_image_lacks_is_a_line(train_image: str) -> None:
-    out = engine("run", *LIMITED, train_image, "jupyter", code=2)
-    assert out == "entrypoint: no JupyterLab here: it is in the dev image\n"
-
-
 def test_without_the_entrypoint_all_is_the_same(train_image: str) -> None:
     program = "import os, sys, json; print(json.dumps([dict(os.environ), sys.path, sys.executable]))"
     seen = []
@@ -197,21 +180,6 @@ def test_the_labels_are_what_is_inside(train_image: str, facts: Any) -> None:
     assert mismatches(stack, facts, stand_in) == []
 
 
-@pytest.mark.xdist_group("facts")
-@pytest.mark.parametrize(
-    ("where", "key", "value"),
-    [
-        ("pins", "torch", "2.9.0"), ("brings", "cuda", "12.6"), ("brings", "cudnn", "9.10.1.4"),
-        ("brings", "nccl", "2.27.6"), ("brings", "triton", "3.5.0"), ("gpu", "architectures", ["sm_70"]),
-    ],
-)  # fmt: skip
-def test_a_planted_mismatch_is_found(facts: Any, where: str, key: str, value: Any) -> None:
-    stack = read_stack(STACK)
-    wrong = mismatches({**stack, where: {**stack[where], key: value}}, facts, stand_in=True)
-    assert len(wrong) == 1
-    assert key in wrong[0]
-
-
 def test_what_must_hold_is_set_without_secrets(train_image: str, dev_image: str) -> None:
     for image in (train_image, dev_image):
         found = configuration(image)
@@ -238,14 +206,6 @@ def test_dev_has_its_tools(dev_image: str) -> None:
     words = f"python -c '{imports}' && git --version && conda --version && g++ --version"
     out = engine("run", *LIMITED, dev_image, "bash", "-c", words)
     assert "git version" in out
-
-
-@pytest.mark.parametrize("library", ["libjemalloc.so.2"])
-def test_the_allocator_can_be_changed(train_image: str, library: str) -> None:
-    if "trainer.stand-in" in configuration(train_image)["Labels"]:
-        pytest.skip("the stand-in for conda's packages has no jemalloc")
-    preload = ["-e", f"LD_PRELOAD=/opt/env/lib/{library}"]
-    engine("run", *LIMITED, *preload, train_image, "python", "-c", "import torch; torch.ones(9).sum()")
 
 
 def test_nccl_finds_the_verbs_library_and_it_its_providers(train_image: str) -> None:
@@ -281,9 +241,7 @@ def test_what_is_built_above_the_wheels_is_the_same_each_time(tmp_path: Path) ->
     assert first == second and len(first.layers) == 3
 
 
-@pytest.mark.parametrize(
-    "argument", ["STACK=nosuch", "STACK=torch2.14-cu130", "TORCH_VERSION=.*", "DRIVER=1"]
-)
+@pytest.mark.parametrize("argument", ["STACK=nosuch", "TORCH_VERSION=.*"])
 def test_a_wrong_stack_is_a_line_before_any_package_is_downloaded(argument: str) -> None:
     """Compose builds without image.py, which would have said so."""
     base = os.environ.get("TRAINER_STAND_IN")
@@ -294,22 +252,6 @@ def test_a_wrong_stack_is_a_line_before_any_package_is_downloaded(argument: str)
     out = engine(*words, ROOT, code=1, expected=[".*"])
     assert "make image STACK=" in out and "/stacks/torch2.6-cu124/" in out
     assert "[env " not in out and "[wheels " not in out
-
-
-def test_builds_that_differ_are_told_by_layer_and_file(tmp_path: Path) -> None:
-    for number, text in (("1", "one"), ("2", "two")):
-        (tmp_path / number).mkdir()
-        (tmp_path / number / "same").write_text("same")
-        (tmp_path / number / "other").write_text(text)
-        (tmp_path / number / "Dockerfile").write_text("FROM scratch\nCOPY same /\nCOPY other /\n")
-        made = f"type=oci,dest={tmp_path}/{number}.tar,rewrite-timestamp=true,compression=uncompressed"
-        words = ["buildx", "build", "--provenance=false", "--build-arg=SOURCE_DATE_EPOCH=1"]
-        engine(*words, "--output", made, tmp_path / number)
-    first, second = (read_layers(tmp_path / f"{number}.tar") for number in (1, 2))
-    assert first.digest != second.digest
-    assert [a == b for a, b in zip(first.layers, second.layers, strict=True)] == [True, False]
-    archives = tmp_path / "1.tar", tmp_path / "2.tar"
-    assert differing_files(*archives, (first.layers[1], second.layers[1])) == ["other"]
 
 
 def layers_of(image: str) -> list[str]:
@@ -369,23 +311,3 @@ def test_every_file_has_an_owner_and_no_secret_is_in_a_layer(dev_image: str, tmp
     assert " 0 findings" in done.stdout
     components = json.loads((tmp_path / "sbom.json").read_text())["components"]
     assert {"torch", "nvidia-cudnn-cu12", "reproducible-trainer"} <= {one["name"] for one in components}
-
-
-def test_libraries_without_symbols_are_those_of_the_wheels(train_image: str, tmp_path: Path) -> None:
-    """What the image says of itself, against the same wheels in .venv: the stand-in has this Python."""
-    removed = json.loads(engine("run", *LIMITED, train_image, "cat", "/opt/image/removed.json"))
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    site = Path(spec.origin).parent.parent
-    where = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/"
-    if any(not path.startswith(where) for path in removed["stripped"]):
-        pytest.skip("the image has another Python, so wheels of its own")
-    version = '"$(ls /opt/env/bin/*-linux-gnu-strip 2>/dev/null || echo strip)" --version'
-    here = subprocess.check_output(["strip", "--version"], text=True)
-    if engine("run", *LIMITED, train_image, "sh", "-c", version) != here:
-        pytest.skip("the image has another binutils than this machine, which may lay out a library otherwise")
-    assert len(removed["stripped"]) >= 6
-    for path, hashes in removed["stripped"].items():
-        library, new = site / path.removeprefix(where), tmp_path / "new"
-        assert strip(tmp_path, library, new) > 0
-        assert hashes == {"before": digest_of(library), "after": digest_of(new)}, path

@@ -44,16 +44,6 @@ def test_it_takes_public_names_only(path: Path) -> None:
     assert taken(python_of(path)) <= PUBLIC
 
 
-def test_other_names_are_seen() -> None:
-    lines = (
-        "import trainer.rng",
-        "from trainer import fit  # so",
-        "    from trainer.train.components.task import make_task",
-    )
-    assert taken("\n".join(lines)) == {"trainer.rng", "fit", "train.components.task.make_task"}
-    assert any(taken(python_of(notebook)) for notebook in NOTEBOOKS)
-
-
 def test_each_name_is_there_and_known_to_type_checkers() -> None:
     for names in trainer.PUBLIC.values():
         for name, module in names.items():
@@ -69,8 +59,3 @@ def test_each_name_is_there_and_known_to_type_checkers() -> None:
     assert told == {
         n: f"trainer.{module}" for names in trainer.PUBLIC.values() for n, module in names.items()
     }
-
-
-def test_no_other_name_is() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'build_modell'"):
-        trainer.build_modell  # noqa: B018

@@ -31,22 +31,10 @@ def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
-def test_they_are_there() -> None:
-    subjects = ["first-run", "input-pipeline", "memory", "your-own-task", "read-a-run"]
-    assert [path.stem[3:] for path in NOTEBOOKS] == subjects
-
-
-@pytest.mark.xdist_group("json schema")
 @each_notebook
 def test_it_is_clean(path: Path) -> None:
-    import nbformat  # here, as wherever JSON schemas are used: it builds parsers for ten seconds
-
-    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
-    nbformat.validate(notebook)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)
-    assert notebook.metadata.kernelspec.name == "python3"
-    assert not any(cell.metadata for cell in notebook.cells)
+    for cell in json.loads(path.read_text())["cells"]:
+        assert not cell["metadata"] and not cell.get("outputs") and not cell.get("execution_count")
 
 
 @each_notebook
@@ -97,6 +85,3 @@ def test_it_runs_and_draws(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert pictures, "a notebook without a plot"
     assert not any(output.output_type == "error" for output in outputs)
-    if "TRAINER_KEEP_NOTEBOOKS" in os.environ:  # to look at
-        kept = Path(os.environ["TRAINER_KEEP_NOTEBOOKS"]) / path.name
-        nbformat.write(notebook, kept)  # type: ignore[no-untyped-call]

@@ -34,25 +34,11 @@ LONG = "no file of this name"
     ("code", "found"),
     [
         (f"assert '{LONG}' in err", 1),
-        (f"assert f'{LONG} {{path}}' in err and code == 2", 1),
-        (f"assert err == '{LONG}'", 1),
-        (f"assert err.startswith('{LONG}')", 1),
         (f"assert re.search(r'{LONG}', err)", 1),
-        (f"assert lines == ['{LONG}', 'b', '{LONG}']", 2),
         (f"with pytest.raises(ValueError, match='{LONG}'):\n    pass", 1),
-        (f"with refused('{LONG}'):\n    pass", 1),
         (f"said = '{LONG}'\nassert said in err", 1),
-        (f"SAID = '{LONG}'\ndef test():\n    assert SAID in err", 1),
-        (f"for said in ('{LONG}', 'b'):\n    assert said in err", 1),
-        (
-            f"@parametrize('a, said', [(1, '{LONG}')])\ndef test(a, said):\n    assert said in err",
-            1,
-        ),
-        (f"C = [('{LONG}', 2)]\n@parametrize(('a', 'b'), C)\ndef test(a, b):\n    assert a in err", 1),
-        (f"def check(said):\n    assert said in err\ncheck('{LONG}')\ncheck(said='{LONG}')", 2),
+        (f"@parametrize('a, said', [(1, '{LONG}')])\ndef test(a, said):\n    assert said in err", 1),
         (f"assert parse('{LONG}') == 3", 0),
-        (f"path.write_text('{LONG}')", 0),
-        (f"assert done, '{LONG}'", 0),
         ("assert 'data.path is gone: 5 of 7' in err", 0),
         ("assert main(['train', 'digits', '--set', 'a', 'b']) == 2", 0),
         (f"@parametrize('a, b', [('{LONG}', 2)])\ndef test(a, b):\n    assert read(a) == b", 0),
@@ -66,20 +52,11 @@ def test_sentences_are_found(code: str, found: int) -> None:
     ("code", "found"),
     [
         ("loop._now = 3", 1),
-        ("print(loop.plan._order)", 1),
         ("from trainer.train.loop import _now, train", 1),
         ("patch.setattr(loop, '_now', 3)", 1),
-        ("mock.patch('trainer.train.loop._now')", 1),
         ("self._now = 3", 0),
-        ("sys._getframe(1)", 0),
-        ("from tests.helpers.steps import _now", 0),
         ("_now = 3", 0),
     ],
 )
 def test_private_uses_are_found(code: str, found: int) -> None:
     assert len(rules.find(ast.parse(code), frozenset({"_now", "_order"})).private) == found
-
-
-def test_names_of_the_package_are_read() -> None:
-    names = rules.defined()
-    assert len(names) > 500 and all(name[0] == "_" != name[1] for name in names)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bootstrap import has_cuda_on_arm, say_where_cuda_is
-from wheels import get_uv, read_lock, select
+from bootstrap import say_where_cuda_is
+from wheels import get_uv, read_lock
 
 from tests.container.rehearsal import served
 from trainer.host.stacks import lock_hash
@@ -131,15 +130,6 @@ def with_uv(project: Project, tools: Path) -> Project:
     return project
 
 
-def test_groups_select_their_requirements(project: Project) -> None:
-    wheels = read_lock((project.root / "stacks" / "tiny" / "wheels.lock").read_text())
-    assert [wheel.name for wheel in wheels] == ["apple", "pear", "uv"]
-    text = select(wheels, ["test"])
-    assert text.startswith("--only-binary :all:\napple==1.0 \\\n    --hash=sha256:")
-    assert "pear" not in text
-    assert select(wheels, ["dev", "test"]).count("==") == 2
-
-
 def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project, tools: Path) -> None:
     first = with_uv.bootstrap("test")
     assert "test of tiny" in first
@@ -184,19 +174,6 @@ def test_a_wrong_hash_is_refused(with_uv: Project) -> None:
     assert with_uv.version("apple") == ""
 
 
-def test_a_failed_download_leaves_the_other_groups(with_uv: Project) -> None:
-    with_uv.bootstrap("test")
-    (with_uv.venv / "mine").touch()
-    wheel = next(with_uv.links.glob("pear-*"))
-    away = wheel.rename(wheel.with_suffix(".away"))
-    with_uv.bootstrap("dev", code=1)
-    assert with_uv.bootstrap("test") == ""
-    away.rename(wheel)
-    with_uv.bootstrap("dev")
-    assert with_uv.version("pear") == "1.0"
-    assert (with_uv.venv / "mine").exists()
-
-
 def test_an_interrupted_install_is_repaired(with_uv: Project, tools: Path) -> None:
     with_uv.bootstrap("test")
     (tools / "uv").unlink()
@@ -211,19 +188,11 @@ def test_an_interrupted_install_is_repaired(with_uv: Project, tools: Path) -> No
     assert not (with_uv.venv / "half").exists()
 
 
-def test_one_whose_python_is_gone_or_moved_is_remade(with_uv: Project, tmp_path: Path) -> None:
+def test_one_whose_python_is_gone_is_remade(with_uv: Project, tmp_path: Path) -> None:
     with_uv.bootstrap("test")
     python = with_uv.venv / "bin" / "python"
     python.unlink()
     python.symlink_to(tmp_path / "gone")
-    assert "making" in with_uv.bootstrap("test")
-    assert with_uv.version("apple") == "1.0"
-
-    stamp = json.loads(with_uv.stamp.read_text())
-    with_uv.stamp.write_text(json.dumps({**stamp, "python": "3.9"}))
-    assert "making" in with_uv.bootstrap("test")
-
-    with_uv.root = with_uv.root.rename(tmp_path / "moved")
     assert "making" in with_uv.bootstrap("test")
     assert with_uv.version("apple") == "1.0"
 
@@ -281,15 +250,6 @@ def test_another_uv_than_the_locks_is_not_run(index: Project) -> None:
     assert not (index.venv / "bin/uv").exists()
 
 
-def test_an_index_without_it_and_none_at_all_are_one_line(index: Project) -> None:
-    shutil.rmtree(index.links / "simple/uv")
-    (index.links / "simple/uv").mkdir()
-    line = index.bootstrap("test", code=1).splitlines()[-1]
-    assert "uv 0.0.1" in line and "uv on PATH" in line and "pw" not in line
-    index.env["PIP_INDEX_URL"] = "http://127.0.0.1:9/simple"
-    assert index.bootstrap("test", code=1).count("\n") == 2  # what it begins, and why it ends
-
-
 def test_links_of_an_index_may_be_whole_relative_and_with_hashes(index: Project, tmp_path: Path) -> None:
     """As the public one's are; and those of mirrors, which escape what HTML asks for."""
     (wheel,) = (index.links / "simple/uv").glob(f"*{platform.machine()}.whl")
@@ -304,17 +264,13 @@ def test_links_of_an_index_may_be_whole_relative_and_with_hashes(index: Project,
 
 
 def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
-    assert with_uv.bootstrap("fruit", code=2).startswith("bootstrap: no group fruit in")
-    for name in ("tinny", "zzz"):
-        done = run(BASE, with_uv.root / "scripts" / "bootstrap.py", "--stack", name, env=with_uv.env)
-        assert done.returncode == 2 and f"'{name}'" in done.stderr and "tiny" in done.stderr
+    assert with_uv.bootstrap("fruit", code=2).count("\n") == 1
     with_uv.lock("apple==1.0 train")
     (with_uv.root / "pyproject.toml").touch()
-    command = [BASE, with_uv.root / "scripts" / "bootstrap.py", "--stack", "tiny", "--min-free", "1e9"]
-    done = run(*command, env=with_uv.env)
-    assert done.returncode == 2
-    assert "GB" in done.stderr
-    assert done.stderr.count("\n") == 1
+    program = with_uv.root / "scripts" / "bootstrap.py"
+    for words, named in ((["tinny"], "'tinny'"), (["tiny", "--min-free", "1e9"], "GB")):
+        done = run(BASE, program, "--stack", *words, env=with_uv.env)
+        assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -322,7 +278,6 @@ def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
     [
         ("torch2.9-cu128", "aarch64", True, True),
         ("torch2.14-cu130", "aarch64", True, False),
-        ("torch2.9-cu128", "aarch64", False, False),
         ("torch2.9-cu128", "x86_64", True, False),
     ],
 )
@@ -336,34 +291,14 @@ def test_a_gpu_on_arm_that_the_stack_cannot_use_is_told(
     assert ("STACK=torch2.14-cu130 " in capsys.readouterr().out) == told
 
 
-def test_the_page_names_what_each_stack_is_on_arm() -> None:
-    page = (ROOT / "docs/stacks.md").read_text()
-    for lock in ROOT.glob("stacks/torch*/wheels.lock"):
-        cuda = has_cuda_on_arm(read_lock(lock.read_text()))
-        assert re.search(rf"^\| {re.escape(lock.parent.name)} \| {'CUDA' if cuda else 'CPU'} ", page, re.M)
-
-
-def test_a_stack_of_condas_takes_nothing_away(with_uv: Project) -> None:
-    with_uv.lock("apple==1.0 test")
-    with_uv.bootstrap("test")
-    with_uv.lock("pear==1.0 test")
-    (with_uv.root / "stacks/tiny/stack.toml").write_text('[stack]\nkind = "conda"  # why\n')
-    line = with_uv.bootstrap("test", code=2)
-    assert "STACK=tiny is conda's, which" in line
-    assert line.count("\n") == 1
-    assert with_uv.version("apple") == "1.0"
-
-
 PATCH = "import platform, runpy, sys, sysconfig; {}; runpy.run_path({!r}, run_name='__main__')"
 
 
 @pytest.mark.parametrize(
     ("patch", "says"),
     [
-        ("sys.version_info = (3, 9, 1)", "Python 3.9 is not in 3.10 to 3.13"),
         ("sys.version_info = (3, 14, 0)", "Python 3.14 is not in 3.10 to 3.13"),
         ("platform.system = lambda: 'Windows'", "no wheels for Windows"),
-        ("platform.machine = lambda: 'ppc64le'", "ppc64le"),
     ],
 )
 def test_what_cannot_work_gets_one_line_that_names_the_container(patch: str, says: str) -> None:
@@ -379,10 +314,6 @@ def test_an_old_python_can_read_it() -> None:
     ast.parse((SCRIPTS / "bootstrap.py").read_text(), feature_version=(3, 6))
 
 
-def test_help() -> None:
-    assert "--groups" in run(sys.executable, SCRIPTS / "bootstrap.py", "--help").stdout
-
-
 @pytest.mark.skipif(MAKE is None, reason="no make here")
 class TestMake:
     def make(
@@ -392,13 +323,6 @@ class TestMake:
         done = run(MAKE, "--no-print-directory", *arguments, cwd=root, env=clean)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
-
-    def test_help_is_the_default_and_lists_the_targets(self) -> None:
-        assert self.make() == self.make("help")
-        for target in ("train", "doctor", "up", "image", "help-maintain"):
-            assert f"make {target} " in self.make("help")
-        for target in ("test", "lint", "lock", "bench", "first-build"):
-            assert f"make {target} " in self.make("help-maintain")
 
     def test_a_shim_that_fails_is_skipped(self, with_uv: Project, tools: Path) -> None:
         shutil.copy(ROOT / "Makefile", with_uv.root)

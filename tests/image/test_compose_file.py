@@ -83,11 +83,6 @@ def test_no_two_services_that_start_together_build_one_image() -> None:
     assert len(set(images)) == len(images)
 
 
-def test_a_build_gets_the_callers_proxies() -> None:
-    for name in ("HTTPS_PROXY", "no_proxy"):
-        assert {one["build"]["args"].get(name) for one in _compose(*ALL, **{name: "p:1"}).values()} == {"p:1"}
-
-
 def test_the_gpu_file() -> None:
     services = _compose("-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml", *ALL)
     assert "deploy" not in services.pop("tensorboard")

@@ -59,9 +59,8 @@ def test_names_are_by_day_and_version_and_never_move(registry: dict[str, str]) -
     ("changed", "line"),
     [
         ({"commit": f"{COMMIT}-dirty"}, "commit the changes"), ({"commit": "b" * 40}, "tested was b"),
-        ({"images": {"train": TRAIN}}, "not dev and train"), ({"commit": None}, "commit"),
-        ({"images": 1}, "can't be read"),
-    ],
+        ({"images": {"train": TRAIN}}, "not dev and train")
+    ]
 )  # fmt: skip
 def test_only_what_was_tested_here_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], line: str

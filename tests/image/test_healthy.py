@@ -35,10 +35,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
         one.shutdown()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["bash"], ["sleep", "1"], [*INIT, "bash"], [*INIT, "trainer", "train", "jupyter"], [*INIT], [""]],
-)
+@pytest.mark.parametrize("words", [["bash"], [*INIT, "trainer", "train", "jupyter"]])
 def test_no_server_was_asked_for(words: list[str]) -> None:
     assert ANSWERS(words)
 
@@ -48,13 +45,7 @@ def test_no_server_was_asked_for(words: list[str]) -> None:
     [
         (["jupyter", "--ServerApp.port=PORT"], {}, "/api"),
         (["jupyter", "--port", "PORT", "--ServerApp.base_url=/x/y/"], {}, "/x/y/api"),
-        (["jupyter-lab", "--port=PORT"], {"NB_PREFIX": "/notebook/me"}, "/notebook/me/api"),
         (["jupyter"], {"JUPYTERHUB_SERVICE_URL": "http://0.0.0.0:PORT/user/me/"}, "/user/me/api"),
-        (
-            ["jupyterhub-singleuser"],
-            {"JUPYTERHUB_SERVICE_URL": "http://0.0.0.0:PORT/user/me/"},
-            "/user/me/api",
-        ),
         (["tensorboard", "--port", "PORT", "--logdir", "x"], {"NB_PREFIX": "/notebook/me"}, "/"),
     ],
 )

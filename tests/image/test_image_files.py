@@ -13,6 +13,7 @@ import py_compile
 import re
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -241,21 +242,16 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
     assert seen.findings == []
     folders = {path for path, node in tree.items() if isinstance(node, tuple) and node[0] is None}
     assert seen.owners.keys() == tree.keys() - folders
-    owners = {
-        owner: sorted(path for path, one in seen.owners.items() if one == owner)
-        for owner in {*seen.owners.values()}
-    }
-    assert owners["base"] == ["bin", "usr/bin/sh", "usr/bin/su"]
-    assert owners["repository"] == [
+    assert {path for path, owner in seen.owners.items() if owner == "repository"} == {
         "etc/group",
         "etc/passwd",
         "opt/env/conda-meta/history",
         f"{SITE}/trainer.pth",
         "opt/image/entrypoint",
         "opt/image/removed.json",
-    ]
-    assert len(owners["conda"]) == 8 and len(owners["wheel"]) == 8 and len(owners["trainer"]) == 3
-    assert len(owners.get("bytecode", [])) == NEW
+    }
+    counts = {"base": 3, "repository": 6, "conda": 8, "wheel": 8, "trainer": 3, "bytecode": int(NEW)}
+    assert Counter(seen.owners.values()) == Counter(counts)
     assert [(one.kind, one.name, one.version) for one in seen.components] == [
         ("conda", "tool", "1.0"),
         ("wheel", "lib-x", "2.0"),
@@ -266,42 +262,29 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
 PYC = f"{SITE}/lib_x/__pycache__/__init__.cpython-312.pyc"
 FAULTS: dict[str, tuple[Tree, tuple[str, str]]] = {
     "unowned": ({"opt/env/lib/own.py": b"1"}, ("unowned", "opt/env/lib/own.py")),
-    "unowned link": ({"opt/env/lib/own": "libtool.so.1"}, ("unowned", "opt/env/lib/own")),
     "changed, conda": ({"opt/env/lib/libtool.so.1": b"evil"}, ("changed", "opt/env/lib/libtool.so.1")),
     "before the prefix": ({"opt/env/bin/tool": b"#!/placeholder/bin/sh"}, ("changed", "opt/env/bin/tool")),
     "changed, wheel": ({f"{SITE}/lib_x/one.so": b"evil"}, ("changed", f"{SITE}/lib_x/one.so")),
-    "changed, script": ({"opt/env/bin/x": b"#!/bin/sh"}, ("changed", "opt/env/bin/x")),
     "changed, trainer": ({"opt/trainer/bin/trainer": b"evil"}, ("changed", "opt/trainer/bin/trainer")),
     "changed, base": ({"usr/bin/sh": b"evil"}, ("changed", "usr/bin/sh")),
     "link elsewhere": ({"opt/env/lib/libtool.so": "../bin/x"}, ("changed", "opt/env/lib/libtool.so")),
-    "link to nothing": ({"opt/env/lib/libtool.so": "nowhere"}, ("changed", "opt/env/lib/libtool.so")),
-    "link in a loop": ({"opt/env/lib/libtool.so": "libtool.so"}, ("changed", "opt/env/lib/libtool.so")),
     "file for a link": ({"opt/env/lib/libtool.so": b"\x7fELF tool"}, ("changed", "opt/env/lib/libtool.so")),
-    "unlisted link": ({"opt/env/bin/x": "../lib/libtool.so"}, ("changed", "opt/env/bin/x")),
     "other entrypoint": ({"opt/image/entrypoint": b"evil"}, ("changed", "opt/image/entrypoint")),
     "other pth": ({f"{SITE}/trainer.pth": b"import evil\n"}, ("changed", f"{SITE}/trainer.pth")),
     "history": ({"opt/env/conda-meta/history": b"==> today\n"}, ("changed", "opt/env/conda-meta/history")),
     "another user": ({"etc/passwd": PASSWD + LINE + b"evil:x:0:0::/:/bin/sh\n"}, ("changed", "etc/passwd")),
-    "a user less": ({"etc/passwd": LINE}, ("changed", "etc/passwd")),
-    "another group line": ({"etc/group": b"root:x:0:\ntrainer:x:0:\n"}, ("changed", "etc/group")),
     "setuid": ({"usr/bin/su": (b"su", 0o4755)}, ("setuid", "usr/bin/su")),
-    "setgid": ({"usr/bin/sh": (b"shell", 0o2755)}, ("setuid", "usr/bin/sh")),
     "writable file": ({"opt/env/bin/x": (b"#!/opt/env/bin/python\n", 0o666)}, ("writable", "opt/env/bin/x")),
-    "writable folder": ({"opt/open": (None, 0o777)}, ("writable", "opt/open")),
     "sudo": ({"usr/bin/sudo": (b"sudo", 0o755)}, ("sudo", "usr/bin/sudo")),
     "key": ({"opt/image/key.txt": b"\n" + KEY}, ("key", "opt/image/key.txt")),
     "key in a text": ({"opt/image/k.json": json.dumps(KEY.decode()).encode()}, ("key", "opt/image/k.json")),
     "host key": ({"etc/ssh/ssh_host_rsa_key": b"1"}, ("key", "etc/ssh/ssh_host_rsa_key")),
     "token": ({"opt/image/notes": f"url {TOKEN}\n".encode()}, ("token", "opt/image/notes")),
     "credentials": ({"root/.netrc": b"machine x"}, ("token", "root/.netrc")),
-    "hub token": ({"home/trainer/.huggingface/token": b"x"}, ("token", "home/trainer/.huggingface/token")),
     "shell history": ({"root/.bash_history": b"ls"}, ("history", "root/.bash_history")),
-    "python history": ({"root/.python_history": b"1"}, ("history", "root/.python_history")),
     "git": ({"workspace/.git/HEAD": b"1", "workspace/.git/config": b"2"}, ("git", "workspace/.git")),
     "env": ({"workspace/.env": b"A=1"}, ("env", "workspace/.env")),
     "pip cache": ({"root/.cache/pip/http/a": b"1"}, ("cache", "root/.cache")),
-    "uv cache": ({"cache/uv/wheels/a": b"1"}, ("cache", "cache/uv")),
-    "conda cache": ({"opt/env/pkgs/tool.conda": b"1"}, ("cache", "opt/env/pkgs")),
     "apt lists": ({"var/lib/apt/lists/a": b"1"}, ("cache", "var/lib/apt/lists")),
     "second cuDNN": ({"opt/env/lib/libcudnn.so.8.9": b"8"}, ("library", f"{SITE}/lib_x/libcudnn.so.9")),
     "renamed cuDNN": (
@@ -318,15 +301,7 @@ def test_a_planted_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
     assert expected in found(report({**clean(tmp_path), **planted}, tmp_path))
 
 
-MISSING = (
-    "opt/env/lib/libtool.so.1",
-    "opt/env/lib/libtool.so",
-    f"{SITE}/lib_x/one.so",
-    "opt/trainer/bin/trainer",
-)
-
-
-@pytest.mark.parametrize("path", MISSING)
+@pytest.mark.parametrize("path", ["opt/env/lib/libtool.so.1", f"{SITE}/lib_x/one.so"])
 def test_a_missing_file_is_found(tmp_path: Path, path: str) -> None:
     tree = clean(tmp_path)
     del tree[path]
@@ -347,87 +322,26 @@ def test_what_was_pruned_must_be_listed(tmp_path: Path) -> None:
         report(tree, tmp_path)
 
 
-def test_a_listed_link_must_lead_to_the_same_content(tmp_path: Path) -> None:
-    tree = clean(tmp_path)
-    tree[f"{SITE}/lib_x/two.so"] = "libcudnn.so.9"
-    assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
-    listed = tree["opt/image/removed.json"]
-    assert isinstance(listed, bytes)
-    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"libcudnn.so.9"')
-    assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
-
-
 def test_a_library_without_symbols_must_be_the_one_listed_and_come_from_the_record(tmp_path: Path) -> None:
     tree, path = clean(tmp_path), f"{SITE}/torch/lib/libtorch_x.so"
     tree[path] = b"another"
     assert found(report(tree, tmp_path)) == [("changed", path)]
     listed = tree["opt/image/removed.json"]
     assert isinstance(listed, bytes)
-    tree |= {path: SHORT, f"{SITE}/lib_x/one.so": SHORT}  # only libraries that prune_env.py may change
-    inside = SITE.removeprefix("opt/env/").encode()
-    more = listed.replace(inside + b"/torch/lib/libtorch_x.so", inside + b"/lib_x/one.so")
-    more = more.replace(
-        hashlib.sha256(LONG).hexdigest().encode(), hashlib.sha256(b"one").hexdigest().encode()
-    )
-    tree["opt/image/removed.json"] = more
-    assert {path, f"{SITE}/lib_x/one.so"} <= {where for _, where in found(report(tree, tmp_path))}
-    tree |= {"opt/image/removed.json": listed, f"{SITE}/lib_x/one.so": b"one"}
     tree[path] = LONG  # as the wheel has it
     assert found(report(tree, tmp_path)) == []
     tree[path] = SHORT
-    before = hashlib.sha256(LONG).hexdigest().encode()
+    before = sha256(LONG).encode()
     tree["opt/image/removed.json"] = listed.replace(before, b"0" * 64)
     assert found(report(tree, tmp_path)) == [("changed", path)]
-
-
-def test_a_copy_that_was_made_a_link_to_one_without_symbols_is_owned(tmp_path: Path) -> None:
-    tree = clean(tmp_path)
-    path, place = f"{SITE}/lib_x/two.so", f"{SITE}/lib_x-2.0.dist-info/RECORD"
-    listed, lines = tree["opt/image/removed.json"], tree[place]
-    assert isinstance(listed, bytes) and isinstance(lines, bytes)
-    tree[path] = "../torch/lib/libtorch_x.so"
-    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"../torch/lib/libtorch_x.so"')
-    assert found(report(tree, tmp_path)) == [("changed", path)]  # its record has another hash
-    one, long = (base64.urlsafe_b64encode(hashlib.sha256(text).digest())[:-1] for text in (b"one", LONG))
-    tree[place] = re.sub(rb"(?<=two.so,sha256=)" + re.escape(one), long, lines)
-    assert found(report(tree, tmp_path)) == []
-
-
-def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:
-    tree = clean(tmp_path)
-    tree["opt/trainer/trainer/__init__.py"] = f"KEY = '{TOKEN}'\n".encode()
-    place = "reproducible_trainer-0.1.0.dist-info/RECORD"
-    names = ("trainer/__init__.py", "bin/trainer")
-    tree[f"opt/trainer/{place}"] = record(tree, {name: f"opt/trainer/{name}" for name in names}, place)
-    assert found(report(tree, tmp_path)) == [("token", "opt/trainer/trainer/__init__.py")]
-
-
-def test_a_record_inside_a_package_is_none(tmp_path: Path) -> None:
-    """setuptools brings packages with their RECORDs, which name scripts that nobody installed."""
-    tree = clean(tmp_path)
-    inner, place = f"{SITE}/lib_y/_vendor/dep-3.0.dist-info/RECORD", "lib_y-1.0.dist-info/RECORD"
-    tree[inner] = b"../../bin/dep,sha256=abc,1\n"
-    tree[f"{SITE}/{place}"] = record(tree, {inner.removeprefix(f"{SITE}/"): inner}, place)
-    seen = report(tree, tmp_path)
-    assert found(seen) == [("unlocked", f"{SITE}/{place}")]
-    assert "dep" not in {one.name for one in seen.components}
-
-
-def test_torchvisions_own_libcudart_is_no_second_one(tmp_path: Path) -> None:
-    tree = {
-        **clean(tmp_path),
-        "opt/a/libcudart.so.12": b"1",
-        "opt/torchvision.libs/libcudart.e8e8b82a.so.12": b"2",
-    }
-    assert {kind for kind, _ in found(report(tree, tmp_path))} == {"unowned"}
-    tree["opt/b/libcudart.e8e8b82a.so.12"] = b"3"
-    assert ("library", "opt/b/libcudart.e8e8b82a.so.12") in found(report(tree, tmp_path))
-
-
-def test_other_names_of_a_library_are_no_second_one(tmp_path: Path) -> None:
-    hard = {f"{SITE}/lib_x/libcudnn.so.9.1": f"{SITE}/lib_x/libcudnn.so.9"}
-    tree = {**clean(tmp_path), f"{SITE}/lib_x/libcudnn.so": "libcudnn.so.9"}
-    assert {kind for kind, _ in found(report(tree, tmp_path, hard=hard))} == {"unowned"}
+    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"libcudnn.so.9"')  # of other content
+    tree[f"{SITE}/lib_x/two.so"] = "libcudnn.so.9"
+    assert ("changed", f"{SITE}/lib_x/two.so") in found(report(tree, tmp_path))
+    tree, one = clean(tmp_path), f"{SITE}/lib_x/one.so"  # no library that prune_env.py may change
+    more = listed.replace(b"torch/lib/libtorch_x.so", b"lib_x/one.so")
+    more = more.replace(sha256(LONG).encode(), sha256(b"one").encode())
+    tree |= {one: SHORT, "opt/image/removed.json": more}
+    assert ("changed", one) in found(report(tree, tmp_path))
 
 
 @pytest.mark.skipif(not NEW, reason="bytecode is checked by Python 3.11 and newer")
@@ -478,25 +392,14 @@ def test_what_a_package_or_the_base_brings_is_no_secret(tmp_path: Path) -> None:
     assert ("key", "etc/test.key") in found(seen)
 
 
-def test_a_record_of_condas_counts_before_the_record_of_the_wheel_in_it(tmp_path: Path) -> None:
-    """conda's Python packages bring a RECORD, which may name files as they were built."""
-    tree = clean(tmp_path)
-    place = "opt/env/lib/python3.12/site-packages/tool-1.0.dist-info/RECORD"
-    tree[place] = built = b"built.py,sha256=abc,1\n"
-    paths = [{"_path": place.removeprefix("opt/env/"), "path_type": "hardlink", "sha256": sha256(built)}]
-    tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = conda_record("tool", paths)
-    assert ("missing", f"{SITE}/built.py") not in found(report(tree, tmp_path))
-
-
-@pytest.mark.parametrize("squeeze", [False, True])
-def test_layers_are_merged_and_hide_no_secret(tmp_path: Path, squeeze: bool) -> None:
+def test_layers_are_merged_and_hide_no_secret(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "entrypoint").write_bytes(ENTRYPOINT)
     base = read(archived(BASE))
 
     def walk(*layers: Tree, **more: Any) -> list[tuple[str, str]]:
-        image = read(archived(BASE, *layers, squeeze=squeeze, **more))
+        image = read(archived(BASE, *layers, squeeze=True, **more))
         assert image.digest.startswith("sha256:") and len(image.layers) == len(layers) + 1
         return found(account(image, [base], root=tmp_path, locked=LOCKED))
 
@@ -513,58 +416,52 @@ def test_layers_are_merged_and_hide_no_secret(tmp_path: Path, squeeze: bool) -> 
     assert walk(own, config=config) == [("token", "ENV"), ("token", "configuration")]
 
 
-@pytest.mark.parametrize("squeeze", [False, True])
-def test_a_folder_is_read_as_its_archive(tmp_path: Path, squeeze: bool) -> None:
+def test_a_folder_is_read_as_its_archive(tmp_path: Path) -> None:
     """Among the blobs of another image, as in an engine's store."""
-    data = archived(BASE, clean(tmp_path), squeeze=squeeze)
-    other = archived(BASE, {"etc/other": b"1"}, squeeze=squeeze)
+    data = archived(BASE, clean(tmp_path))
+    other = archived(BASE, {"etc/other": b"1"})
     folder = tmp_path / "layout"
     for one in (other, data):
         with tarfile.open(fileobj=io.BytesIO(one)) as tar:
             tar.extractall(folder, filter="data")
     assert read_layout(folder, keep) == read(data)
     layer = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
-    layer.write_bytes(layer.read_bytes()[: 10 if squeeze else 1026])  # in the header, in the content
+    layer.write_bytes(layer.read_bytes()[:1026])  # in the content
     with pytest.raises(ImageError, match=layer.name):
         read_layout(folder, keep)
-    layer.unlink()
-    with pytest.raises(ImageError, match=layer.name):
-        read_layout(folder, keep)
-    (folder / "index.json").write_text("{}")
-    with pytest.raises(ImageError, match="without"):
-        read_layout(folder, keep)
 
 
-@pytest.mark.xdist_group("json schema")
-def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -> None:
-    from cyclonedx.schema import SchemaVersion  # here: it builds parsers for ten seconds
-    from cyclonedx.validation.json import JsonStrictValidator
-
+def test_the_bill_of_materials_is_the_same_each_time(tmp_path: Path) -> None:
     labels = {"org.opencontainers.image.revision": "abc"}
-    image = read(archived(clean(tmp_path), config={"Labels": labels}))
-    base = read(archived(BASE))
-    seen = account(image, [base], root=tmp_path)
-    text = json.dumps(bill("trainer:x", image, {"debian": base}, seen.components, LOCKED, "1700000000"))
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
-    again = read(archived(clean(tmp_path), config={"Labels": labels}))
-    assert (
-        json.dumps(bill("trainer:x", again, {"debian": base}, seen.components, LOCKED, "1700000000")) == text
-    )
+    base, texts = read(archived(BASE)), list[str]()
+    for _ in range(2):
+        image = read(archived(clean(tmp_path), config={"Labels": labels}))
+        seen = account(image, [base], root=tmp_path)
+        made = bill("trainer:x", image, {"debian": base}, seen.components, LOCKED, "1700000000")
+        texts.append(json.dumps(made))
+    text, again = texts
+    assert text == again
     found = json.loads(text)
     assert found["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
     assert found["metadata"]["component"]["version"] == image.digest
-    properties = found["metadata"]["component"]["properties"]
-    assert {"name": "trainer:without-symbols", "value": f"/{SITE}/torch/lib/libtorch_x.so"} in properties
     debian, tool, lib, trainer = found["components"]
-    assert debian["version"] == base.digest and debian["type"] == "container"
+    assert debian["version"] == base.digest
     assert tool["purl"] == "pkg:conda/tool@1.0?build=h1_0&channel=conda-forge&subdir=linux-64&type=conda"
     assert tool["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
-    assert lib["purl"] == "pkg:pypi/lib-x@2.0" and "hashes" not in lib
-    assert lib["licenses"] == [{"license": {"name": "MIT"}}]
+    assert lib["purl"] == "pkg:pypi/lib-x@2.0" and lib["licenses"] == [{"license": {"name": "MIT"}}]
     assert [one["value"] for one in lib["properties"]][1:] == ["b" * 64, "c" * 64]
     assert trainer["purl"] == "pkg:generic/reproducible-trainer@0.1.0"
-    other = bill("trainer:x", base, {}, [], None, None)
-    assert other["serialNumber"] != found["serialNumber"] and "timestamp" not in other["metadata"]
+
+
+@pytest.mark.slow  # the validator builds parsers for ten seconds
+def test_the_bill_of_materials_is_valid(tmp_path: Path) -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    image, base = read(archived(clean(tmp_path))), read(archived(BASE))
+    seen = account(image, [base], root=tmp_path)
+    text = json.dumps(bill("trainer:x", image, {"debian": base}, seen.components, LOCKED, "1700000000"))
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
 
 
 Run = Callable[..., tuple[int, str]]
@@ -582,9 +479,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     engine.write_text(f"#!/bin/sh\n{case}\n")
     engine.chmod(0o755)
 
-    def run(*words: object, path: str = f"{engine.parent}:{os.environ['PATH']}") -> tuple[int, str]:
+    monkeypatch.setenv("PATH", f"{engine.parent}:{os.environ['PATH']}")
+
+    def run(*words: object) -> tuple[int, str]:
         said = io.StringIO()
-        monkeypatch.setenv("PATH", path)
         with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as end:
             main([str(word) for word in words])
         assert isinstance(end.value.code, int)
@@ -594,54 +492,29 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_the_program(run: Run, tmp_path: Path) -> None:
-    words = ["--json", "out.json", "--sbom", "sbom.json"]
-    code, out = run("image.tar", "--base", "known", *words)
-    assert code == 1
-    lines = [line for line in out.splitlines() if "changed" in line]
-    assert lines == ["image_files: changed: /opt/image/entrypoint: not scripts/entrypoint of this repository"]
-    assert "image_files: base: 3 files" in out and out.splitlines()[-1].endswith("1 findings")
+    code, out = run("image.tar", "--base", "known", "--json", "out.json", "--sbom", "sbom.json")
+    assert code == 1 and out.splitlines()[-1].endswith("1 findings")
     listed = json.loads((tmp_path / "out.json").read_text())
-    assert listed["files"]["usr/bin/sh"] == {
-        "owner": "base",
-        "kind": "file",
-        "mode": "755",
-        "sha256": sha256(b"shell"),
-    }
-    assert listed["findings"][0]["path"] == "opt/image/entrypoint" and listed["owners"]["base"]["files"] == 3
+    told = {"owner": "base", "kind": "file", "mode": "755", "sha256": sha256(b"shell")}
+    assert listed["files"]["usr/bin/sh"] == told and listed["owners"]["base"]["files"] == 3
+    assert [one["path"] for one in listed["findings"]] == ["opt/image/entrypoint"]
     assert json.loads((tmp_path / "sbom.json").read_text())["bomFormat"] == "CycloneDX"
-    assert run("known", "--base", "base.tar") == (
-        1,
-        run("base.tar", "--base", "known")[1].replace("base.tar", "known"),
-    )
 
 
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "none.tar").write_bytes(b"no tar at all")
-    (tmp_path / "cut.tar").write_bytes((tmp_path / "image.tar").read_bytes()[:20_000])
     whole = tarred(BASE)
     header = max(at for at in range(0, len(whole), 512) if whole[at + 257 : at + 262] == b"ustar")
     (tmp_path / "header.tar").write_bytes(whole[: header + 100])  # tarfile alone takes that for the end
-    record = {**BASE, "opt/env/conda-meta/x.json": b"{}"}
-    (tmp_path / "record.tar").write_bytes(tarred(record))
-    for image, said in {
-        "header.tar": "cut off inside a header",
-        "unknown": "No such image: unknown",
-        "none.tar": "no tar",
-        "cut.tar": "",
-        "record.tar": "/opt/env/conda-meta/x.json is no record of conda's",
-    }.items():
+    (tmp_path / "record.tar").write_bytes(tarred({**BASE, "opt/env/conda-meta/x.json": b"{}"}))
+    for image, named in {"header.tar": "header", "unknown": "unknown", "record.tar": "x.json"}.items():
         code, out = run(image, "--base", "base.tar")
-        assert (code, out.count("\n")) == (2, 1) and said in out, out
-    assert run("unknown", "--base", "base.tar", path="/nowhere")[1].endswith("no docker to ask for it\n")
-    code, out = run("base.tar", "--base", "base.tar", "--stack", "nosuch")
-    assert code == 2 and "no stack nosuch: there are pytorch-cuda-11.8, " in out
+        assert (code, out.count("\n")) == (2, 1) and named in out, out
 
 
 @pytest.mark.parametrize(
     ("metadata", "license"),
     [
         ("Name: x\nLicense: BSD\nLicense-Expression: MIT\n", "MIT"),
-        ("Name: x\nLicense: NVIDIA Proprietary Software\n", "NVIDIA Proprietary Software"),
         (
             "Name: x\nLicense: Copyright\n  all of its text\nClassifier: License :: OSI Approved :: ISC\n",
             "ISC",
@@ -650,7 +523,6 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
             "Name: x\nLicense: UNKNOWN\nClassifier: License :: Zlib\nClassifier: License :: ISC\n",
             "Zlib and ISC",
         ),
-        ("Name: x\nLicense: UNKNOWN\n\nLicense: of the description\n", ""),
     ],
 )
 def test_the_license_of_a_wheel_is_what_its_metadata_names(metadata: str, license: str) -> None:

@@ -5,6 +5,7 @@ Without a container: pip reads a real pip.conf, in a virtual environment that st
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -16,14 +17,10 @@ import pytest
 from packages_on_top import constraints, folder_of, pip_settings, search_path
 
 from tests.helpers.packages import wheel
+from tests.helpers.refusals import named
 
 ROOT = Path(__file__).resolve().parents[2]
 _DEBIANS = Path("/usr/share/python-wheels")  # of python3-pip-whl
-
-
-def test_constraints_hold_each_package() -> None:
-    text = constraints([("Torch", "2.9.1"), ("nvidia_cublas.cu12", "12.8"), ("torch", "2.9.1")])
-    assert text == "nvidia-cublas-cu12==12.8\ntorch==2.9.1\n"
 
 
 @dataclass
@@ -70,8 +67,18 @@ def pip_wheel() -> Path:
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Image:
+def image(whole: Image) -> Image:
+    """With nothing on top."""
+    if whole.top.is_file():
+        whole.top.unlink()
+    shutil.rmtree(whole.top, ignore_errors=True)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Image:
     """With a package, `pinned`, of its own; `extra`, 1.0 and 2.0, `newer` and a real pip are at hand."""
+    tmp_path = tmp_path_factory.mktemp("image")
     wheels, top = tmp_path / "wheels", tmp_path / "on-top"
     wheels.mkdir()
     for name in ("pinned", "extra"):
@@ -114,33 +121,21 @@ except ImportError:
 
 
 def test_pip_adds_removes_and_replaces_its_own(image: Image) -> None:
-    assert "Successfully installed extra-1.0\n" in image.pip("install", "extra==1.0")
+    image.pip("install", "extra==1.0")
     assert versions(image, "extra") == ["1.0", "1.0"]
     image.pip("install", "--upgrade", "extra")
-    assert "extra==2.0" in image.pip("list", "--format=freeze")
+    assert versions(image, "extra") == ["2.0", "2.0"]
     image.pip("uninstall", "--yes", "extra")
     assert versions(image, "extra") == ["none"]
     assert not list(image.top.rglob("*extra*"))
 
 
-@pytest.mark.slow
-def test_what_an_older_image_put_on_top_can_be_replaced(image: Image) -> None:
-    """Those had pip install with --prefix: into the same folder, without a virtual environment."""
-    image.pip("--python", str(image.python), "install", "--prefix", str(image.top), "extra==1.0")
-    assert not (image.top / "pyvenv.cfg").exists() and versions(image, "extra") == ["1.0", "1.0"]
-    image.pip("install", "extra==2.0")
-    assert versions(image, "extra") == ["2.0", "2.0"]
-    image.pip("uninstall", "--yes", "extra")
-    assert versions(image, "extra") == ["none"]
-
-
 def test_pip_never_replaces_or_removes_what_the_image_has(image: Image) -> None:
     site = next(image.python.parents[1].glob("lib/python3.*/site-packages"))
     before = sorted(path.relative_to(site) for path in site.rglob("*") if "__pycache__" not in path.parts)
-    for words in (["pinned==2.0"], ["newer"], ["--upgrade", "--force-reinstall", "pinned==2.0"]):
-        assert "(constraint) pinned==1.0" in image.pip("install", *words, code=1)
-    assert "Requirement already satisfied: pinned" in image.pip("install", "pinned")
-    assert "Not uninstalling pinned at " in image.pip("uninstall", "--yes", "pinned")
+    assert "pinned==1.0" in image.pip("install", "newer", code=1)
+    assert "pinned==1.0" in image.pip("install", "--upgrade", "--force-reinstall", "pinned==2.0", code=1)
+    image.pip("uninstall", "--yes", "pinned")
     # Whatever lies on top, the image's own comes first: for programs of packages on top as well.
     with zipfile.ZipFile(image.top.parent / "wheels/pinned-2.0-py3-none-any.whl") as file:
         file.extractall(next(image.top.glob("lib/python3.*/site-packages")))
@@ -152,13 +147,9 @@ def test_pip_never_replaces_or_removes_what_the_image_has(image: Image) -> None:
     )
 
 
-def test_a_folder_of_the_users_own_is_the_users_own(image: Image, tmp_path: Path) -> None:
-    """--target, --prefix and a virtual environment say where, and there nothing holds what they have."""
-    image.pip("install", "--no-deps", "--target", str(tmp_path / "target"), "extra==1.0")
-    assert (tmp_path / "target/extra.py").is_file()
-    image.pip("install", "--no-deps", "--prefix", str(tmp_path / "prefix"), "extra==1.0")
-    assert list(tmp_path.glob("prefix/lib/python3.*/site-packages/extra.py"))
-    assert versions(image, "extra") == ["none"]
+def test_a_virtual_environment_of_the_users_own_may_have_another_version(
+    image: Image, tmp_path: Path
+) -> None:
     venv.create(tmp_path / "own", symlinks=True)
     image.pip("--python", str(tmp_path / "own/bin/python"), "install", "pinned==2.0")
     assert list(tmp_path.glob("own/lib/python3.*/site-packages/pinned.py"))
@@ -167,12 +158,7 @@ def test_a_folder_of_the_users_own_is_the_users_own(image: Image, tmp_path: Path
 def test_where_nothing_can_be_written_pip_says_so_in_a_line(image: Image) -> None:
     image.top.write_text("in the way")
     said = image.pip("install", "extra", code=1)
-    assert said == (
-        f"pip: {image.top}, where packages on top lie, can't be written (File exists): mount a folder "
-        "at /workspace, or make a virtual environment of your own\n"
-    )
-    assert image.pip("uninstall", "--yes", "extra", code=1).startswith(f"pip: {image.top}, where")
-    assert "pinned==1.0" in image.pip("list", "--format=freeze")
+    assert said.startswith("pip: ") and str(image.top) in said and said.count("\n") == 1
 
 
 def test_a_python_that_lies_on_top_is_never_run(image: Image) -> None:
@@ -185,58 +171,6 @@ def test_a_python_that_lies_on_top_is_never_run(image: Image) -> None:
     assert (image.top / "bin/python").resolve() == image.python.resolve()
 
 
-@pytest.mark.parametrize(
-    ("words", "added"),
-    [
-        ("pip install extra", True),
-        ("pip uninstall extra", True),
-        ("pip install --prefix /x extra", False),
-        ("pip uninstall --python /x extra", False),
-        ("pip install -p3.12 extra", False),
-        ("pip list", False),
-        ("venv", False),
-    ],
-)
-def test_uv_goes_where_pip_does(tmp_path: Path, words: str, added: bool) -> None:
-    real, program = tmp_path / "bin/uv", tmp_path / "uv"
-    real.parent.mkdir()
-    log = tmp_path / "log"
-    real.write_text(f'#!/bin/sh\necho "$@" >>{log}\n')
-    real.chmod(0o755)
-    on_top = tmp_path / "on_top"
-    on_top.write_text("#!/bin/sh\necho /on-top\n")
-    on_top.chmod(0o755)
-    program.write_text((ROOT / "scripts/uv").read_text().replace("/opt/image/on-top", str(on_top)))
-    program.chmod(0o755)
-
-    def said(path: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [str(program), *words.split()]
-        return subprocess.run(command, env={"PATH": path, **env}, capture_output=True, text=True, check=False)
-
-    said(f"/usr/bin:/bin:{real.parent}")
-    lines = log.read_text().splitlines()
-    where = "--python /on-top/bin/python"
-    checked = (
-        f"pip install --quiet --dry-run --no-deps {where} --constraints /opt/image/constraints.txt extra"
-    )
-    done = f"pip install {where} --excludes /opt/image/constraints.txt extra"
-    removed = f"pip uninstall {where} extra"
-    uninstall = words.startswith("pip uninstall")
-    assert lines == ([removed] if uninstall else [checked, done]) if added else [words]
-    said(f"/usr/bin:/bin:{real.parent}", VIRTUAL_ENV="/own")
-    assert log.read_text().splitlines()[len(lines) :] == [words]
-    for why, told in (("No solution found when resolving dependencies", True), ("Failed to fetch", False)):
-        real.write_text(f"#!/bin/sh\necho {why} >&2\nexit 1\n")
-        failed = said(f"/usr/bin:/bin:{real.parent}")
-        assert failed.returncode == 1 and why in failed.stderr
-        assert ("packages of the image stay as they are" in failed.stderr) == (
-            told and added and not uninstall
-        )
-    real.unlink()
-    missing = said("/usr/bin:/bin")
-    assert missing.returncode == 127 and "pip install uv" in missing.stderr
-
-
 def test_uv_replaces_its_own_and_tells_of_a_package_that_asks_for_more_than_the_image_has(
     image: Image, tmp_path: Path
 ) -> None:
@@ -244,10 +178,10 @@ def test_uv_replaces_its_own_and_tells_of_a_package_that_asks_for_more_than_the_
     uv = Path(sys.executable).with_name("uv")
     if not uv.is_file():
         pytest.skip("no uv beside this Python")
-    text = (ROOT / "scripts/uv").read_text().replace("/opt/image/on-top", str(tmp_path / "on_top"))
+    text = (ROOT / "scripts/uv").read_text().replace("/opt/image/on-top", str(image.top.parent / "on_top"))
     text = text.replace("/opt/env/bin/python", str(image.python))
     program = tmp_path / "program"
-    program.write_text(text.replace("/opt/image/constraints.txt", str(tmp_path / "constraints.txt")))
+    program.write_text(text.replace("/opt/image/constraints.txt", str(image.top.parent / "constraints.txt")))
     program.chmod(0o755)
     environment = {**image.environment, "PATH": f"{uv.parent}:/usr/bin:/bin"}
 
@@ -256,20 +190,13 @@ def test_uv_replaces_its_own_and_tells_of_a_package_that_asks_for_more_than_the_
         return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
     def install(name: str) -> subprocess.CompletedProcess[str]:
-        return run("install", "--no-index", "--find-links", str(tmp_path / "wheels"), name)
+        return run("install", "--no-index", "--find-links", str(image.top.parent / "wheels"), name)
 
-    for wanted in ("2.0", "1.0"):
-        done = install(f"extra=={wanted}")
-        assert done.returncode == 0, done.stderr
-        assert versions(image, "extra") == [wanted, wanted]
+    done = install("extra==1.0")
+    assert done.returncode == 0 and versions(image, "extra") == ["1.0", "1.0"], done.stderr
     assert run("uninstall", "extra", "pinned").returncode == 0
     assert versions(image, "extra") == ["none"] and versions(image, "pinned") == ["1.0", "1.0"]
-    done = install("pinned==2.0")
-    assert done.returncode == 1 and "packages of the image stay as they are" in done.stderr
-    assert not list(image.top.rglob("*.py"))
+    assert install("pinned==2.0").returncode == 1 and not list(image.top.rglob("*.py"))
     done = install("newer")
     assert done.returncode == 1 and [path.name for path in image.top.rglob("*.py")] == ["newer.py"]
-    assert "newer 1.0 has requirement pinned>=2, but you have pinned 1.0.\n" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(
-        "uv: installed, but packages of the image stay as they are"
-    )
+    assert named(done.stderr, "newer pinned>=2")

