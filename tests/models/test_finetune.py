@@ -43,12 +43,6 @@ def kept_of(state: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name in state if name.startswith(("stem.", "blocks.0.", "norm."))]
 
 
-def states(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights of the oldest and of the newest checkpoint."""
-    found = sorted((folder / "checkpoints").iterdir(), key=lambda path: path.name)
-    return tuple(safetensors.torch.load_file(path / "model.safetensors") for path in (found[0], found[-1]))  # type: ignore[return-value]
-
-
 # --- freezing ---
 
 
@@ -135,12 +129,6 @@ def test_its_batchnorm_computes_as_in_evaluation() -> None:
     assert torch.equal(model.get_buffer("blocks.0.norm1.running_mean"), torch.zeros(8))
     assert not torch.equal(model.get_buffer("norm.running_mean"), torch.zeros(16))
     assert model.get_parameter("blocks.0.conv1.weight").grad is None
-
-
-def test_a_norm_of_which_something_learns_keeps_counting() -> None:
-    model = build_model(ModelConfig(width=8), 1, 10)
-    fine_tune(model, ModelConfig(width=8, freeze=("*.bias",)))
-    assert not any(map(keeps_statistics, model.modules()))
 
 
 def test_a_layer_that_begins_anew_is_not_frozen() -> None:
@@ -248,19 +236,16 @@ def test_without_gradients_it_computes_alike() -> None:
         assert torch.allclose(model.eval()(inputs), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_torch_compile_takes_it(number: int) -> None:
-    torch.manual_seed(number)
-    model, inputs = models()[number]
+def test_torch_compile_takes_it() -> None:
+    model, inputs = models()[3]
     fine_tune(model, LORA)
     learned(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     assert torch.equal(compiled(inputs), model(inputs))
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_each_number_of_lora_learns(number: int) -> None:
-    model, inputs = models()[number]
+def test_each_number_of_lora_learns() -> None:
+    model, inputs = models()[2]
     fine_tune(model, LORA)
     learned(model)
     model.train()
@@ -268,7 +253,7 @@ def test_each_number_of_lora_learns(number: int) -> None:
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
         assert parameter.grad is None or bool(parameter.grad.any()), name
-    other = models()[number][0]
+    other = models()[2][0]
     like(other, model)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other.eval()(inputs), model.eval()(inputs))
