@@ -13,17 +13,10 @@ from trainer.config.model import ModelConfig
 from trainer.models.images import build_model
 
 
-@pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 7)])
-def test_timms_models_take_these_images(channels: int, classes: int) -> None:
+def test_timms_models_take_these_images() -> None:
     require("timm")
-    model = build_model(ModelConfig(name="timm/resnet10t"), channels, classes).eval()
-    assert model(torch.zeros(2, channels, 64, 64)).shape == (2, classes)
-
-
-def test_what_timm_lacks_is_said() -> None:
-    require("timm")
-    with refused("resnet10x"):
-        build_model(ModelConfig(name="timm/resnet10x"), 3, 10)
+    model = build_model(ModelConfig(name="timm/resnet10t"), 1, 7).eval()
+    assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
 
 
 def test_without_timm_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +77,13 @@ def test_vit_small_has_the_published_size_and_begins_as_torchvisions() -> None:
     assert {part.eps for part in model.modules() if isinstance(part, torch.nn.LayerNorm)} == {1e-6}
 
 
-@pytest.mark.parametrize("name", ["resnet50", "vit_b_32", "convnext_tiny", "swin_t", "efficientnet_b0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet50",
+        "convnext_tiny",
+    ],
+)
 def test_a_model_of_torchvision_is_as_torchvision_makes_it(name: str) -> None:
     """No default of its own stands between: eps, momentum, dropout, stochastic depth."""
     with torch.device("meta"):
@@ -95,8 +94,8 @@ def test_a_model_of_torchvision_is_as_torchvision_makes_it(name: str) -> None:
     assert repr(ours) == repr(theirs)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "vit_small_patch16_224"])
-def test_a_model_of_timm_is_as_timm_makes_it(name: str) -> None:
+def test_a_model_of_timm_is_as_timm_makes_it() -> None:
+    name = "vit_small_patch16_224"
     timm = pytest.importorskip("timm")
     with torch.device("meta"):
         ours, theirs = (

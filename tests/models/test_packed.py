@@ -123,6 +123,7 @@ def test_each_document_is_computed_as_if_it_stood_alone() -> None:
             assert torch.allclose(together[row, document], alone, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow  # half a minute of tracing
 def test_it_is_compiled_as_one() -> None:
     """With the blocks' activations computed again. Traced whole; Inductor has no backward pass for a CPU."""
     wanted = gradients(make_model(False), segments(ROWS))
