@@ -127,7 +127,9 @@ def trained_with_everything(
     "backend",
     [
         CALLED,
-        pytest.param(TRACED, marks=pytest.mark.compat),  # torch 2.5 refuses some graphs within DDP
+        pytest.param(
+            TRACED, marks=[pytest.mark.compat, pytest.mark.slow]
+        ),  # torch 2.5 refuses some graphs within DDP
         *(pytest.param(name, marks=pytest.mark.slow) for name in (COMPILER, INDUCTOR)),
     ],
 )

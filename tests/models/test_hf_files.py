@@ -166,18 +166,14 @@ def test_keys_that_do_not_go_with_it_are_refused(keys: dict[str, Any], line: str
         Recipe.model_validate({"task": "language", "epochs": 1, "model": {"name": "hf/x"}, **keys})
 
 
-@pytest.mark.parametrize("sharded", [False, True])
 def test_a_repository_is_fetched_once_and_its_commit_kept(
-    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Hub
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Hub
 ) -> None:
     folder = folder_of("llama", tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    weights: bytes | None = (folder / "model.safetensors").read_bytes()
-    if sharded:
-        to_shards(folder)
-        weights = None
+    to_shards(folder)
     server.others = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != FILE}
-    server.files, server.commits = {("org/name", OLD): weights, ("org/name", NEW): weights}, {"main": OLD}
+    server.files, server.commits = {("org/name", OLD): None, ("org/name", NEW): None}, {"main": OLD}
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -193,7 +189,6 @@ def test_a_repository_is_fetched_once_and_its_commit_kept(
     server.asked.clear()
     assert find_model(found.exact).folder == found.folder
     assert not server.asked  # neither what is there nor what isn't
-    server.files = {("org/name", NEW): None}
     del server.others["config.json"]
     with refused("org/name config.json"):
         find_model("hf/org/name@main")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.refusals import named, refused
-from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe
+from tests.helpers.toys import SMALL, build_alone, make_recipe
 from trainer.config.model import MemoryConfig, ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -18,7 +18,6 @@ from trainer.models.activation_checkpointing import blocks, candidates, recomput
 from trainer.models.activations import KeptBytes, measure
 from trainer.models.images import build_model
 from trainer.train.components.memory import (
-    could_be_sharded,
     memory_to_come,
     too_much,
 )
@@ -48,24 +47,6 @@ def test_checkpointing_changes_no_bit_with_dropout_and_batchnorm() -> None:
     assert losses == plain_losses
     assert state.keys() == plain.keys()
     assert all(torch.equal(state[name], plain[name]) for name in plain)
-
-
-def test_checkpointing_really_recomputes() -> None:
-    model = build_model(ModelConfig(width=8, blocks=(2, 2)), 1, 10)
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    found = blocks(model)
-    assert list(found) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    for block in found.values():
-        block.register_forward_hook(count)
-        block.get_submodule("conv1").register_forward_hook(count)
-        recompute(block)
-    model(torch.randn(2, 1, 8, 8)).sum().backward()
-    assert calls == 4 + 2 * 4
 
 
 @pytest.mark.parametrize(("name", "count"), [("resnet18", 8), ("convnext_tiny", 18)])
@@ -159,20 +140,6 @@ def test_too_little_memory_is_told_with_what_takes_it() -> None:
     assert too_much(room, 1, needs) == ""
     line = too_much(room, 2, needs)
     assert named(line, "2.00 GB /sys/fs/cgroup/memory.max 1.00 2 0.40 0.10 data.micro_batch_size")
-
-
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="models are sharded from torch 2.9 on"
-)
-def test_what_could_be_sharded_is_ddp_of_several_ranks_with_an_optimizer_that_can() -> None:
-    recipe = make_recipe(optim={"name": "adamw"})
-    task = TokenTask(16, dtype=torch.float32, blocks=6)
-    assert could_be_sharded(recipe, task, 4)
-    assert not could_be_sharded(recipe, task, 1)
-    muon = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": "muon"})})
-    assert not could_be_sharded(muon, task, 4), "which needs whole matrices"
-    sharded = recipe.parallel.model_copy(update={"strategy": "fsdp"})
-    assert not could_be_sharded(recipe.model_copy(update={"parallel": sharded}), task, 4)
 
 
 def test_what_is_trained_keeps_what_the_log_says() -> None:

@@ -43,10 +43,6 @@ def test_jitter_is_torchvisions() -> None:
         assert (found[row].float() - expected * 255).abs().max() <= 1
 
 
-def test_one_channel_has_no_saturation() -> None:
-    assert jitter(images(channels=1), numbers(), 0.4).shape == (6, 1, 16, 16)
-
-
 @pytest.mark.parametrize("name", ["randaugment", "trivialaugment"])
 def test_a_policy_is_drawn_by_the_micro_batches_seed_and_for_each_group(name: str) -> None:
     policy = make_policy(name)
@@ -86,18 +82,6 @@ def test_a_policy_of_each_image_is_torchvisions_to_the_bit(
     found = by_policy(byte, policy, 1)
     torch.manual_seed(3)
     assert torch.equal(found, torch.stack([torchvisions(image) for image in byte]))
-
-
-def test_normalizing_gives_the_same_in_both_layouts() -> None:
-    byte = images().permute(0, 2, 3, 1).contiguous()
-    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
-    normalize = Normalization(mean, std)
-    expected = (byte.double() / 255 - torch.tensor(mean)) / torch.tensor(std)
-    for channels_last in (True, False):
-        found = normalize(byte, channels_last)
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        assert found.is_contiguous(memory_format=layout)
-        assert torch.allclose(found.permute(0, 2, 3, 1).double(), expected, atol=1e-6)
 
 
 def test_half_of_the_images_are_mirrored() -> None:

@@ -2,7 +2,6 @@
 start; what is generated is what the model says; the packaged recipes run.
 """
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,24 +164,6 @@ def test_the_large_recipes_have_a_dry_run(name: str) -> None:
     tokens = torch.zeros(2, recipe.language.sequence_length, dtype=torch.int64, device="meta")
     vocabulary = task.describe()["vocabulary"]
     assert model(tokens).shape == (2, recipe.language.sequence_length, vocabulary)
-
-
-@pytest.mark.parametrize(("way", "mode"), [("stream", "fp32"), ("packed", "bf16")])
-def test_a_step_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> None:
-    recipe = make_recipe(
-        task="language",
-        language={**SMALL, "text": way, "dropout": 0.1},
-        data={"name": "synthetic", "samples": 32, "micro_batch_size": 4, "global_batch_size": 8},
-        memory={"checkpointing": "blocks"},
-        precision={"mode": mode},
-        parallel={"reduction": "tree", "threads": 1},
-        optim={"name": "muon"},
-    )
-    task = make_task(recipe)
-    check_request(recipe, task, 1)
-    run = build_alone(recipe, task)
-    train_step(run, run.loader(run.share.batches()), 0)
-    assert abs(float(run.state.loss) - math.log(256)) < 0.5
 
 
 def test_another_tokenizer_of_the_same_name_and_size_is_refused(tmp_path: Path) -> None:

@@ -378,15 +378,3 @@ def test_a_state_dict_comes_back_as_it_was() -> None:
     again = put_together(json.loads(json.dumps(plain)), tensors)
     assert repr(again) == repr({**state, "lr": 0.1})
     assert again[0]["step"] is not tensors["own/0/step"], "a copy: it will be changed in place"
-
-
-@pytest.mark.parametrize(
-    "plain",
-    [
-        {"dict": [[[1], 2]]},
-        {},
-    ],
-)
-def test_what_is_no_state_dict_is_a_fault_of_the_checkpoint(plain: Any) -> None:
-    with pytest.raises(ValueError, match="unsupported type"):
-        put_together(plain, {})
