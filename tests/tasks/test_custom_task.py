@@ -33,7 +33,7 @@ WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
     ("loss", lambda _, m, b: m(b.fields["y"]), "RuntimeError"),
     ("data", lambda _: (LOADER, LOADER), "DataLoader loader.dataset"),
     ("loss", lambda s, *_: s.log("loss", 1), "log"),
-    ("loss", lambda _, m, batch: m([*batch][0]), 'batch["x"] "0"'),
+    ("loss", lambda _, m, batch: m(next(iter(batch))), 'batch["x"] "0"'),
     ("describe", lambda _: {"classes": {1, 2}}, "JSON"),
     (
         "measure",

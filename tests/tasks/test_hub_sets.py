@@ -109,7 +109,7 @@ def test_a_set_is_fetched_once_and_its_commit_is_kept(tmp_path: Path, hub: Sets)
     assert files_of(hub) == ["test-00000-of-00001.jsonl", "train-00000-of-00001.jsonl"]
     facts = manifest(tmp_path / "run")
     assert facts["config"]["data"]["path"] == f"hub:org/talks@{OLD}:data"
-    # The branch moves on: the run doesn't, and asks for nothing; a new one does, for nothing outside of the set.
+    # The branch moves on: the run doesn't, and asks for nothing; a new one does, and stays within the set.
     files = {"../outside.jsonl": rows(9), "train.jsonl": rows(5), "val.jsonl": rows(1)}
     hub.sets["org/talks", NEW], hub.commits["main"] = files, NEW
     hub.asked.clear()

@@ -310,7 +310,7 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
 
 
 def by_documents(model: torch.nn.Module) -> tuple[float, float]:
-    """nanochat's bits per byte, nats of the targets that are bytes over these, and the share that is found."""
+    """Bits per byte as nanochat has them, of the targets that are bytes; and the share that is found."""
     length = SMALL["sequence_length"]
     nats, count, found = 0.0, 0, 0
     for document in np.split(DOCUMENTS.tokens, np.flatnonzero(DOCUMENTS.tokens == END) + 1):
