@@ -1,7 +1,6 @@
 """Promise: BatchNorm's statistics are torch's, however often a forward pass calls a layer."""
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,22 +240,6 @@ def synchronized(world: World) -> dict[str, torch.Tensor]:
 def test_synchronized_layers_count_each_call_too(ranks: Ranks) -> None:
     for state in ranks.run(2, synchronized):
         assert_near(state, trained(built(Task("recurrent"), 8)), 1e-9)
-
-
-def test_compiled_layers_count_each_call_too() -> None:
-    states = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = Model("recurrent", 0.1)
-        statistics = StepStatistics(model, None)
-        call: Callable[..., Any] = torch.compile(model, backend="eager") if compiled else model
-        for step in range(3):
-            call(torch.randn(8, 15, generator=torch.Generator().manual_seed(step)))
-            statistics.add(statistics.of_micro_batch())
-            statistics.end_step()
-        states.append(model.state_dict())
-    assert_near(states[1], states[0], 1e-6)
-    assert int(states[1]["norm.num_batches_tracked"]) == 9
 
 
 def test_a_skipped_step_leaves_them_and_a_momentum_may_change() -> None:

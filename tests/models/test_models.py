@@ -1,6 +1,5 @@
 """Promise: a model is built by its name, wherever it comes from; a name that there isn't is said."""
 
-import builtins
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torchvision
 
 from tests.helpers.libraries import require
-from tests.helpers.refusals import refused
 from trainer.config.model import ModelConfig
 from trainer.models.images import build_model
 
@@ -17,19 +15,6 @@ def test_timms_models_take_these_images() -> None:
     require("timm")
     model = build_model(ModelConfig(name="timm/resnet10t"), 1, 7).eval()
     assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
-
-
-def test_without_timm_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    original: Any = builtins.__import__
-
-    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name == "timm":
-            raise ImportError(name)
-        return original(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with refused():
-        build_model(ModelConfig(name="timm/resnet10t"), 3, 10)
 
 
 # timm's names for what torchvision's vision transformer has.
@@ -90,16 +75,5 @@ def test_a_model_of_torchvision_is_as_torchvision_makes_it(name: str) -> None:
         ours, theirs = (
             build_model(ModelConfig(name=name), 3, 10),
             torchvision.models.get_model(name, num_classes=10),
-        )
-    assert repr(ours) == repr(theirs)
-
-
-def test_a_model_of_timm_is_as_timm_makes_it() -> None:
-    name = "vit_small_patch16_224"
-    timm = pytest.importorskip("timm")
-    with torch.device("meta"):
-        ours, theirs = (
-            build_model(ModelConfig(name=f"timm/{name}"), 3, 10),
-            timm.create_model(name, num_classes=10),
         )
     assert repr(ours) == repr(theirs)

@@ -6,7 +6,6 @@ import functools
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,11 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.attention import flex_attention as flex
 
-from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.toys import make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.model import PrecisionConfig
 from trainer.config.tasks import GPTConfig, LanguageConfig
-from trainer.data.formats.tokenize import tokenize
 from trainer.distributed.parallel import World, words_of_ranks
 from trainer.models import gpt
 from trainer.models.activation_checkpointing import recompute
@@ -27,8 +25,6 @@ from trainer.models.gpt import GPT, fault_of_blocks
 from trainer.models.packed import attend_by_blocks, blocks_mask, documents, missing_for_blocks, pairs_mask
 from trainer.models.precision import autocast
 from trainer.train.components import model as prepare
-from trainer.train.components.task import make_task
-from trainer.train.step import train_step
 
 LENGTH = 384
 SMALL: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "sequence_length": LENGTH}
@@ -139,35 +135,6 @@ def test_it_is_compiled_as_one() -> None:
     model.zero_grad()
     same(gradients(model, other), gradients(again, other))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-def test_token_files_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole steps, from documents in a file of tokens, with padding and blocks computed again."""
-    for part in ("train", "val"):
-        folder = tmp_path / f"{part}.texts"
-        folder.mkdir()
-        for number in range(40):
-            (folder / f"{number:02}.txt").write_text("to be or not to be, " * (1 + number * 7 % 11))
-        tokenize(folder, tmp_path / f"{part}.bin", "bytes")
-    recipe = make_recipe(
-        task="language",
-        data={"name": "tokens", "path": str(tmp_path), "micro_batch_size": 2, "global_batch_size": 4},
-        language=SMALL | {"layers": 1, "sequence_length": 256, "text": "packed"},
-        memory={"checkpointing": "blocks"},
-        optim={"lr": 0.01, "warmup_steps": 0},
-    )
-    losses: list[list[float]] = []  # summed over the steps
-    for by_blocks in (True, False):
-        monkeypatch.setattr(prepare, "_can_attend_by_blocks", lambda *_, chosen=by_blocks: chosen)
-        run = build_alone(recipe, make_task(recipe))
-        assert isinstance(run.state.model, GPT) and run.state.model.by_blocks == by_blocks
-        batches = run.loader(run.share.batches())
-        losses.append([])
-        for step in range(4):
-            train_step(run, batches, step)
-            losses[-1].append(float(run.state.loss))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0][3] < 4 * losses[0][0] - 0.1, "they learn"
 
 
 GPU = torch.device("cuda", 0)

@@ -8,15 +8,13 @@ import re
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -130,50 +128,6 @@ def test_fit_in_this_process() -> None:
     labels = torch.from_numpy(Spirals().data()[1]["label"])
     right = (run.model()(points).argmax(1) == labels).float().mean()
     assert float(right) == pytest.approx(run.metrics["accuracy"])
-
-
-class Bound(nn.Module):
-    """Keeps a function of its own, as `torch.compile(self._method)` is one: a copy calls the original's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
-        self.register_buffer("seen", torch.zeros(()))
-
-        def layered(point: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                self.get_buffer("seen").lerp_(point.mean() + 1, 0.1)
-            logits: torch.Tensor = self.layers(point)
-            return logits
-
-        self.closure: Callable[[torch.Tensor], torch.Tensor] = layered
-
-    def forward(self, point: torch.Tensor) -> torch.Tensor:
-        return self.closure(point)
-
-
-@pytest.mark.usefixtures("here")
-def test_the_average_is_evaluated_where_a_model_keeps_functions_of_its_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Kept(Spirals):
-        def model(self) -> nn.Module:
-            return Bound()
-
-    # The average stays near where it began, far from the weights as trained.
-    settings = {"epochs": 3, "optim.lr": 0.05, "ema.decay": 0.999, "ema.every": 70, "parallel.threads": 1}
-    run = trainer.fit(Kept, {**settings, "data.global_batch_size": 64, "data.micro_batch_size": 32})
-    assert "changes the buffers seen" in capsys.readouterr().out
-    batch: Any = SimpleNamespace(
-        fields={name: torch.from_numpy(array) for name, array in Spirals().data()[1].items()}
-    )
-    losses = []
-    for name in ("ema", "model"):
-        model = Bound().eval()
-        model.load_state_dict(safetensors.torch.load_file(run.folder / f"{name}.safetensors"))
-        losses.append(float(Spirals().measure(model, batch)["loss"].detach().mean()))
-    assert losses[0] == pytest.approx(run.metrics["loss"], rel=1e-5)
-    assert losses[0] != pytest.approx(losses[1], rel=0.01)
 
 
 class Sparse(Small):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import trainer
 from tests.helpers.preparing import prepare_only
@@ -53,48 +52,6 @@ def test_what_is_wrong_is_said(method: str, instead: Callable[..., Any] | None, 
 
 def check(**methods: Any) -> None:
     CustomTask(type("Mine", (Small,), methods)(), "mine").check()
-
-
-class Normed(nn.Module):
-    """What a training forward pass changes, and a checkpoint holds; and what each pass fills or sets anew."""
-
-    steps: torch.Tensor
-    cache: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("cache", torch.zeros(8), persistent=False)
-        self.last = 0.0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if self.training:
-            self.steps += 1
-        self.cache = torch.full((8,), 0.1)
-        y = self.head(self.body(x) + self.cache) * (1 + 0.01 * self.steps)
-        self.last = float(y.detach().sum())
-        return y
-
-
-@pytest.mark.parametrize(
-    "methods",
-    [
-        {"model": lambda _: Normed()},
-        {
-            "loss": lambda _, m, b: F.mse_loss(
-                m(b.fields["x"]), torch.randn_like(b.fields["y"]), reduction="none"
-            )
-        },
-    ],
-    ids=["buffers", "noise"],
-)
-def test_no_false_alarm(methods: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for seed in range(2):
-        torch.manual_seed(seed)
-        check(**methods)
-    assert not capsys.readouterr().err
 
 
 class Counter(nn.Module):
@@ -208,33 +165,6 @@ def test_a_model_that_is_not_a_new_one_each_time_is_refused(how: str) -> None:
     assert str(kept) == str([NET.state_dict(), FROZEN.state_dict(), FLAT, ARRAY, SAVED])
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.two.weight, self.head = self.one.weight, nn.Linear(2, 1)
-        self.register_buffer("scale", FLAT[:2])  # a constant that all models have in common
-        self.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(self.two(self.one(x)) + self.scale)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda _: copy.deepcopy(NET.requires_grad_(True)), id="a deep copy"),
-        pytest.param(lambda _: Tied(), id="tied within, with constants"),
-        pytest.param(
-            lambda _: nn.Sequential(FROZEN.eval(), nn.Linear(2, 1)), id="frozen, without statistics"
-        ),
-        pytest.param(lambda _: with_weight(FLAT[2:4].view(1, 2).clone()), id="a copy of a view"),
-    ],
-)
-def test_what_is_new_or_is_never_changed_passes(make: Callable[[Any], nn.Module]) -> None:
-    check(model=make)
-
-
 def test_a_trial_draws_no_numbers_that_the_training_would_have_had() -> None:
     np.random.seed(3)
     check(model=lambda _: with_weight(torch.from_numpy(np.random.rand(1, 2).astype(np.float32))))
@@ -272,18 +202,8 @@ def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return {"loss": model(batch.fields["x"])[:, 0], "score": batch.fields["x"][:, 0]}
 
 
-def many(_: Small) -> Any:
-    """More samples than `summarize` is tried on."""
-    x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
-    return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
-
-
 def broken(_: Small, rows: Any) -> Any:
     return {"auc": float(rows["scores"].sum())}
-
-
-def complaining(*_: Any) -> Any:
-    raise ValueError("only one class")
 
 
 AUC = {"metric": "auc", "mode": "max", "measure": rows}
@@ -302,19 +222,6 @@ AUC = {"metric": "auc", "mode": "max", "measure": rows}
 def test_summarize_is_tried(methods: dict[str, Any], message: str) -> None:
     with refused(message):
         check(**AUC | methods)
-
-
-def test_summarize_is_tried_on_as_many_rows_as_there_will_be(capsys: pytest.CaptureFixture[str]) -> None:
-    """And a complaint about what few of them lack is only told."""
-    labels = torch.arange(100)
-
-    def summarize(_: Small, rows: Any) -> Any:
-        return {"auc": (rows["score"] - labels).mean(), "n": np.float32(len(rows["score"]))}
-
-    check(**AUC, data=many, summarize=summarize)
-    assert not capsys.readouterr().err
-    check(**AUC, data=many, summarize=complaining)
-    assert "ValueError: only one class" in capsys.readouterr().err
 
 
 def doubled(_: Any) -> Any:
@@ -379,6 +286,7 @@ def test_a_file_with_something_wrong(
         ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco task=audio"),
         ({"task": "language", "model": {"name": "resnet18"}}, "task=language"),
         ({"task": "language", "model": {"width": 64}}, "model.width task=language"),
+        ({"task": "audio", "regularization": {"mixup": 0.2}}, "task=audio"),
     ],
 )
 def test_a_task_goes_with_its_data_and_model(settings: dict[str, Any], message: str) -> None:

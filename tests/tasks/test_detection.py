@@ -16,15 +16,10 @@ from tests.helpers import preloaded
 from tests.helpers.refusals import refused
 from tests.helpers.steps import LITTLE, assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
-from tests.helpers.world import Ranks
-from trainer.config.data import LoaderConfig
-from trainer.config.model import ModelConfig, PrecisionConfig
+from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL
-from trainer.data.loader import RingLoader, Source
-from trainer.data.sampling.plan import evaluation_share
-from trainer.distributed.parallel import World
 from trainer.models.detection import (
     TinyDetector,
     assign,
@@ -37,7 +32,6 @@ from trainer.models.detection import (
 from trainer.tasks.average_precision import average_precision
 from trainer.tasks.detection import Detection, _torchvision_loss
 from trainer.train.components.task import check_request, make_task
-from trainer.train.evaluate import evaluate
 
 
 @pytest.fixture(autouse=True)
@@ -191,42 +185,6 @@ def test_all_found_is_one_and_nothing_is_zero() -> None:
     for score, count, wanted in ((0.9, 1, 1.0), (-1.0, 1, 0.0), (0.9, 0, 0.0)):
         rows |= {"scores": np.array([[score]], np.float32), "true_count": np.array([count])}
         assert average_precision(rows, 3) == pytest.approx({"map": wanted, "map_50": wanted})
-
-
-class Jittered(Detection):
-    """Finds what is there, each box a little beside its place."""
-
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        rows = dict(super().measure(model, batch))
-        true = rows["true_boxes"]
-        valid = torch.arange(true.shape[1]) < rows["true_count"]
-        rows["boxes"] = true + torch.sin(true * 37) * 2
-        rows["labels"] = torch.where(true[..., 0] % 5 < 1, 0, rows["true_labels"])
-        rows["scores"] = torch.where(valid, true.sum(2) % 1.7 / 1.7, -1.0)
-        return rows
-
-
-def evaluated(world: World, recipe_: Recipe) -> dict[str, float]:
-    from trainer.data.builtin import boxes
-
-    sizes = boxes.TRAIN, boxes.TEST
-    boxes.TRAIN, boxes.TEST = 2, 25  # ranks were forked before any test
-    try:
-        task = Jittered(recipe_.data, recipe_.model, recipe_.detection, 0)
-    finally:
-        boxes.TRAIN, boxes.TEST = sizes
-    share = evaluation_share(len(task.evaluation_data), 3, world.rank, world.size)
-    loader = RingLoader(Source(task.evaluation_data, share), world.device, 0, LoaderConfig())
-    torch.manual_seed(3)
-    metrics = evaluate(task, task.model(), loader, share, world, PrecisionConfig())
-    loader.close()
-    return metrics
-
-
-def test_any_number_of_ranks_gives_the_same_figures(ranks: Ranks) -> None:
-    (alone,) = ranks.run(1, evaluated, recipe())
-    assert 0.1 < alone["map"] < alone["map_50"] < 1
-    assert ranks.run(2, evaluated, recipe()) == [alone, alone]
 
 
 # The recipes.

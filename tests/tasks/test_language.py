@@ -14,13 +14,11 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
-from tests.helpers.batches import source
 from tests.helpers.forked import attempt
 from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
-from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import GPTConfig, LanguageConfig
@@ -30,7 +28,6 @@ from trainer.data.formats import documents
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text
 from trainer.data.formats.tokens import TOKENS
-from trainer.data.loader import ResidentLoader, RingLoader
 from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
@@ -334,17 +331,6 @@ def test_the_loss_is_computed_in_float32_whatever_the_logits_are() -> None:
     loss = task.loss(lambda _: logits, Batch({TOKENS: tokens}, None, None, 24))  # type: ignore[arg-type]
     wanted = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     assert loss.dtype == torch.float32 and torch.equal(loss, wanted)
-
-
-def test_both_loaders_tell_the_longest_sample() -> None:
-    dataset = padded(DOCUMENTS, 12)
-    each = source(dataset, micro_batch_size=4, uniforms=0)
-    resident, ring = ResidentLoader(each, CPU), RingLoader(each, CPU, 0, LoaderConfig())
-    for one, other in zip(resident(range(4)), ring(range(4)), strict=True):
-        assert one.weight is not None
-        longest = int((one.fields[NUM_ITEMS] * one.weight).max())
-        assert one.longest == other.longest == longest
-        assert one.num_items == other.num_items
 
 
 def test_a_padded_batch_is_cut_to_its_longest() -> None:

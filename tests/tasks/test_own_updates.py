@@ -307,7 +307,7 @@ def test_a_schedule_that_is_over_before_the_run_is_refused(tmp_path: Path) -> No
     values = read_recipe(str(tmp_path / "mine.py"))
     assert forked.attempt(tmp_path / "run", recipe_file.make_recipe(values)).code == 0
     longer = forked.attempt(tmp_path / "run", recipe_file.make_recipe({**values, "epochs": 3}))
-    refusal(longer.code, f"{longer.line}\n", "step-00000016", 16, "total_steps", 24)
+    refusal(longer.code, f"{longer.line}\n", "step-00000016", 16, "total_steps", 24, "--init-from")
 
 
 def sgd(_: Any, model: nn.Module) -> torch.optim.Optimizer:

@@ -13,7 +13,6 @@ import trainer
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
-from trainer.data.dataset import ArrayDataset
 from trainer.distributed.parallel import World
 from trainer.tasks.custom import CustomTask
 from trainer.tasks.values import means
@@ -98,15 +97,6 @@ class Penalized(Tokens):
         }
 
 
-class Read(Tokens):
-    """From data sets of somebody's own, each of whose samples has five items."""
-
-    def data(self) -> Any:
-        train, evaluation = map(ArrayDataset, super().data())
-        train.num_items = evaluation.num_items = PLACES
-        return train, evaluation
-
-
 def of_one_batch(own: Any) -> list[torch.Tensor]:
     """The gradient of all samples at once, by hand for each of the five: it calls none of their losses."""
     fields, model = {n: torch.from_numpy(a) for n, a in own.data()[0].items()}, own.model()
@@ -155,7 +145,7 @@ def gradients(world: World, kind: int, micro: int, reduction: str, last: str) ->
     return seen
 
 
-OWN: list[type[Tokens]] = [Tokens, Masked, Weighted, Mean, Penalized, Read]
+OWN: list[type[Tokens]] = [Tokens, Masked, Weighted, Mean, Penalized]
 
 
 @pytest.mark.parametrize("kind", range(5))
@@ -316,13 +306,6 @@ def test_narrow_values_are_added_up_in_float32() -> None:
     assert loss.dtype == torch.float32
     each = Narrow().loss(model, batch)
     assert float(task.loss(model, batch)) == pytest.approx(float(each.double().sum()), rel=1e-5)
-
-
-def test_items_of_a_data_set_without_the_field_divide_no_values() -> None:
-    """Of a data set with `read` of somebody's own."""
-    found, _ = gradients(World(0, 1, 0, torch.device("cpu"), None), -1, 2, "all_reduce", "cross")
-    for one, other in zip(found, of_one_batch(Tokens()), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 # --- values and means are tried ---
