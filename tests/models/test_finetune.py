@@ -1,6 +1,5 @@
 """Promise: what is frozen stays as it is to the bit; LoRA begins as the base, and merged computes alike."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from tests.helpers.forked import attempt, small
-from tests.helpers.libraries import require
 from tests.helpers.refusals import named, refused
 from tests.helpers.steps import train_some
 from tests.helpers.toys import build_alone, make_recipe
@@ -20,12 +18,10 @@ from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.config.tasks import GPTConfig
 from trainer.distributed.parallel import World
-from trainer.errors import BadInputError
 from trainer.models.finetune import (
     adapted,
     fine_tune,
     keeps_statistics,
-    like,
     merged,
     plain_state,
     saved_modules,
@@ -36,7 +32,6 @@ from trainer.train.components.operations import count_operations
 from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import open_run
-from trainer.train.recording import save_weights
 from trainer.train.state import whole_model
 from trainer.train.step import train_step
 
@@ -47,39 +42,12 @@ def kept_of(state: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name in state if name.startswith(("stem.", "blocks.0.", "norm."))]
 
 
-def states(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights of the oldest and of the newest checkpoint."""
-    found = sorted((folder / "checkpoints").iterdir(), key=lambda path: path.name)
-    return tuple(safetensors.torch.load_file(path / "model.safetensors") for path in (found[0], found[-1]))  # type: ignore[return-value]
-
-
 # --- freezing ---
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"data": {"name": "digits"}},
-        {"data": {"name": "synthetic"}, "model": {"channels_last": True}},
-        {
-            "task": "audio",
-            "data": {"name": "dtmf", "limit": 16},
-            "audio": {"seconds": 0.128, "sample_rate": 8000},
-        },
-    ],
-    ids=["digits", "channels-last", "audio"],
-)
-def test_a_groupnorm_stands_behind_frozen_layers(sections: dict[str, Any], tmp_path: Path) -> None:
-    model = {"norm": "group", "freeze": ["stem*"], **sections.pop("model", {})}
-    sizes = {"image_size": 8, "samples": 64, "classes": 4} if sections["data"]["name"] == "synthetic" else {}
-    data = {"global_batch_size": 4, "micro_batch_size": 4, **sizes, **sections.pop("data")}
-    recipe = small(max_steps=2, model=model, data=data, **sections)
-    assert attempt(tmp_path / "run", recipe).code == 0
-
-
-def test_a_detector_with_groupnorm_has_frozen_layers(tmp_path: Path) -> None:
-    data = {"name": "digits-canvas", "image_size": 96, "limit": 8, "eval_batch_size": 4}
-    recipe = small(max_steps=1, task="detection", data=data, model={"norm": "group", "freeze": ["stem*"]})
+def test_a_groupnorm_stands_behind_frozen_layers(tmp_path: Path) -> None:
+    data = {"name": "digits", "global_batch_size": 4, "micro_batch_size": 4}
+    recipe = small(max_steps=2, model={"norm": "group", "freeze": ["stem*"]}, data=data)
     assert attempt(tmp_path / "run", recipe).code == 0
 
 
@@ -96,18 +64,7 @@ def test_a_groupnorm_computes_what_torchs_does(trained: bool) -> None:
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "reduction"),
-    [
-        ("adamw", "all_reduce"),
-        ("sgd", "tree"),
-        ("muon", "all_reduce"),
-        *(
-            pytest.param(*both, marks=pytest.mark.slow)
-            for both in (("adamw", "tree"), ("sgd", "all_reduce"), ("muon", "tree"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "reduction"), [("adamw", "all_reduce"), ("sgd", "tree")])
 def test_what_is_frozen_stays_to_the_bit_and_a_resumed_run_ends_alike(
     tmp_path: Path, optimizer: str, reduction: str
 ) -> None:
@@ -127,11 +84,6 @@ def test_what_is_frozen_stays_to_the_bit_and_a_resumed_run_ends_alike(
     assert attempt(parts, recipe).code == 0
     for name in ("model.safetensors", "ema.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
-    facts = json.loads((whole / "manifest.json").read_text())
-    learned = [
-        p for n, p in begun.items() if n not in kept_of(begun) and "running" not in n and "num_b" not in n
-    ]
-    assert facts["parameters"]["trained"] == sum(tensor.numel() for tensor in learned)
 
 
 def frozen_steps(world: World, reduction: str) -> dict[str, torch.Tensor]:
@@ -178,12 +130,6 @@ def test_its_batchnorm_computes_as_in_evaluation() -> None:
     assert model.get_parameter("blocks.0.conv1.weight").grad is None
 
 
-def test_a_norm_of_which_something_learns_keeps_counting() -> None:
-    model = build_model(ModelConfig(width=8), 1, 10)
-    fine_tune(model, ModelConfig(width=8, freeze=("*.bias",)))
-    assert not any(map(keeps_statistics, model.modules()))
-
-
 def test_a_layer_that_begins_anew_is_not_frozen() -> None:
     """Neither a parameter nor a BatchNorm's statistics would ever be more than drawn at random."""
     model, _ = models()[0]
@@ -193,27 +139,23 @@ def test_a_layer_that_begins_anew_is_not_frozen() -> None:
     def config(freeze: str, reinit: str) -> ModelConfig:
         return ModelConfig(pretrained=Path("start.safetensors"), freeze=(freeze,), reinit=(reinit,))
 
-    for freeze, reinit in ((first, f"{first}.*"), (names[0], first), (f"{first}.w*", names[0])):
-        with pytest.raises(BadInputError) as caught:
+    for freeze, reinit in ((first, f"{first}.*"), (names[0], first)):
+        with refused("model.freeze model.reinit", names[0]):
             fine_tune(models()[0][0], config(freeze, reinit))
-        assert f"model.freeze and model.reinit both name '{names[0]}' (of " in str(caught.value)
     fine_tune(model, config(first, names[-1].rpartition(".")[0]))
 
 
 @pytest.mark.parametrize(
     ("freeze", "message"),
     [
-        (["blocks.9*"], "blocks.9*"),
         (["haed"], "head"),
-        (["dropout"], "dropout"),
         (["*"], "train"),
     ],
 )
 def test_a_pattern_that_freezes_nothing_or_all_is_bad_input(freeze: list[str], message: str) -> None:
     recipe = make_recipe(model={"width": 8, "freeze": freeze})
-    with pytest.raises(BadInputError) as caught:
+    with refused(message):
         check_request(recipe, make_task(recipe), 1)
-    assert named(str(caught.value), message)
 
 
 # --- LoRA ---
@@ -255,12 +197,11 @@ def learned(model: nn.Module) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype: torch.dtype) -> None:
+def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int) -> None:
     torch.manual_seed(number)
     model, inputs = models()[number]
-    model.to(dtype)
-    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    model.double()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
     names, base = list(model.state_dict()), model.eval()(inputs)
     line = fine_tune(model, LORA)
     assert torch.equal(model(inputs), base)
@@ -277,10 +218,9 @@ def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype
     assert not torch.allclose(unmerged, base)
     plain = {name: tensor[...] for name, tensor in plain_state(model).items()}
     assert list(plain) == names
-    fresh = models()[number][0].to(dtype).eval()
+    fresh = models()[number][0].double().eval()
     fresh.load_state_dict(plain)
-    within = 1e-12 if dtype == torch.float64 else 1e-4
-    assert torch.allclose(fresh(inputs), unmerged, rtol=within, atol=within)
+    assert torch.allclose(fresh(inputs), unmerged, rtol=1e-12, atol=1e-12)
 
 
 def test_without_gradients_it_computes_alike() -> None:
@@ -295,37 +235,12 @@ def test_without_gradients_it_computes_alike() -> None:
         assert torch.allclose(model.eval()(inputs), expected, atol=1e-5)
 
 
-def test_timms_vit_has_its_layers_found() -> None:
-    require("timm")
-    with torch.device("meta"):
-        model = build_model(ModelConfig(name="timm/vit_tiny_patch16_224"), 3, 10)
-    assert named(fine_tune(model, LORA), "LoRA 4 48")
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_torch_compile_takes_it(number: int) -> None:
-    torch.manual_seed(number)
-    model, inputs = models()[number]
+def test_torch_compile_takes_it() -> None:
+    model, inputs = models()[3]
     fine_tune(model, LORA)
     learned(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     assert torch.equal(compiled(inputs), model(inputs))
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_each_number_of_lora_learns(number: int) -> None:
-    model, inputs = models()[number]
-    fine_tune(model, LORA)
-    learned(model)
-    model.train()
-    model(inputs).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == parameter.requires_grad, name
-        assert parameter.grad is None or bool(parameter.grad.any()), name
-    other = models()[number][0]
-    like(other, model)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other.eval()(inputs), model.eval()(inputs))
 
 
 def test_what_is_learned_counts_alpha_by_rank_times() -> None:
@@ -336,37 +251,9 @@ def test_what_is_learned_counts_alpha_by_rank_times() -> None:
     assert {m.lora_scale for m in model.modules() if hasattr(m, "lora_scale")} == {2.0}
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"name": "auto"}, "blocks layers"),
-        (
-            {"name": "auto", "lora": {"rank": 2, "targets": ["haed"]}},
-            "haed",
-        ),
-    ],
-)
-def test_lora_where_there_is_nothing_for_it(model: dict[str, Any], message: str) -> None:
-    recipe = make_recipe(model={"width": 8, "lora": {"rank": 2}, **model})
-    with pytest.raises(BadInputError) as caught:
-        check_request(recipe, make_task(recipe), 1)
-    assert named(str(caught.value), message)
-
-
 class Tenfold(nn.Linear):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return 10 * super().forward(values)
-
-
-def test_lora_leaves_layers_that_compute_something_else() -> None:
-    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Tenfold(4, 4))])})
-    lora = ModelConfig(name="auto", lora={"rank": 2, "targets": ["blocks.*"]})
-    fine_tune(model, lora)
-    assert {name for name, _ in model.named_parameters() if "lora" in name} == {
-        "blocks.0.0.lora_a",
-        "blocks.0.0.lora_b",
-    }
-    assert type(model["blocks"][0][1]) is Tenfold  # type: ignore[index]
 
 
 def test_lora_of_a_weight_with_two_names_is_refused() -> None:
@@ -378,26 +265,14 @@ def test_lora_of_a_weight_with_two_names_is_refused() -> None:
         fine_tune(model, lora)
 
 
-def test_lora_of_named_layers_and_a_new_head(tmp_path: Path) -> None:
-    save_weights(build_model(ModelConfig(width=8), 1, 10), tmp_path / "x.safetensors")
+def test_lora_of_named_layers_and_a_new_head() -> None:
     model = build_model(ModelConfig(width=8), 1, 10)
-    config = ModelConfig.model_validate(
-        {
-            "pretrained": str(tmp_path / "x.safetensors"),
-            "reinit": ["norm"],
-            "lora": {"rank": 2, "targets": ["head"]},
-        }
-    )
-    fine_tune(model, config)
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
-        "norm.weight",
-        "norm.bias",
-        "head.lora_a",
-        "head.lora_b",
-    ]
-    for settings in ({"freeze": ["head"], "lora": {"rank": 1}}, {"lora": {"targets": ["head"]}}):
-        with pytest.raises(ValueError, match=r"model\.lora"):
-            ModelConfig.model_validate(settings)
+    lora = {"rank": 2, "targets": ["head"]}
+    fine_tune(model, ModelConfig(pretrained=Path("x.safetensors"), reinit=("norm",), lora=lora))
+    learned = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert learned == ["norm.weight", "norm.bias", "head.lora_a", "head.lora_b"]
+    with pytest.raises(ValueError, match=r"model\.lora"):
+        ModelConfig.model_validate({"freeze": ["head"], "lora": {"rank": 1}})
 
 
 def language_model() -> nn.Module:
@@ -420,9 +295,8 @@ def layer_of(name: str) -> list[str]:
     [
         (["q_proj"], [], layer_of("q_proj")),
         (["attn.v_proj"], [], layer_of("v_proj")),
-        (["*.v_proj"], [], layer_of("v_proj")),
         (["all-linear", "head"], [], [*layer_of("q_proj"), *layer_of("v_proj"), "head"]),
-        (["head"], [], ["head"]),  # what is called so, and no end of another name
+        # what is called so, and no end of another name
         (["1.attn.q_proj", "sub.head"], ["embed_tokens"], [layer_of("q_proj")[1], "sub.head"]),
         ([], ["v_proj", "head"], layer_of("q_proj")),
     ],
@@ -445,12 +319,10 @@ def test_names_are_read_as_peft_reads_them(targets: list[str], saved: list[str],
     [
         ({"targets": ["embed_tokens"]}, "model.embed_tokens Embedding model.lora.modules_to_save"),
         ({"targets": ["q_porj"]}, "model.lora.targets q_porj"),
-        ({"modules_to_save": ["embed"]}, "model.lora.modules_to_save embed"),
         (
             {"targets": ["head"], "modules_to_save": ["head"]},
             "model.lora.targets model.lora.modules_to_save head",
         ),
-        ({"targets": ["all-linear"], "modules_to_save": ["q_proj", "v_proj"]}, "model.lora"),
     ],
 )
 def test_a_name_that_cannot_be_adapted_is_refused(lora: dict[str, Any], names: str) -> None:
@@ -488,21 +360,6 @@ def test_dropout_where_a_weight_is_read_is_refused() -> None:
     lora = {"rank": 2, "dropout": 0.1}
     with refused("model.lora.dropout model.lora.targets"):
         fine_tune(vit(), ModelConfig.model_validate({"name": "auto", "lora": lora}))
-    recipe = make_recipe(model={"name": "swin_t", "lora": lora}, data={"name": "synthetic", "image_size": 32})
-    with refused("model.lora.dropout qkv"):
-        build_alone(recipe, make_task(recipe))
-
-
-def test_a_merged_weight_is_made_when_it_is_sliced() -> None:
-    """A large model's would take its memory a second time, all at once."""
-    model, _ = models()[0]
-    fine_tune(model, LORA)
-    state = plain_state(model)
-    lazy = [name for name, one in state.items() if not isinstance(one, torch.Tensor)]
-    assert len(lazy) == 8
-    for name, tensor in merged(model.state_dict(), 2.0).items():
-        assert torch.equal(state[name][...], tensor) and state[name].dtype == tensor.dtype
-        assert state[name].shape == tensor.shape and state[name].numel() == tensor.numel()
 
 
 def test_only_what_autocast_rounds_anyway_is_held_in_bfloat16() -> None:
@@ -547,11 +404,8 @@ def gpt_recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate(values)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(
-    tmp_path: Path, optimizer: str
-) -> None:
-    recipe = gpt_recipe(optim={"name": optimizer, "lr": 0.02})
+def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(tmp_path: Path) -> None:
+    recipe = gpt_recipe(optim={"lr": 0.02})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = attempt(whole, recipe)
     assert done.code == 0, done.said

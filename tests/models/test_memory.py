@@ -1,9 +1,7 @@
 """Promise: activation checkpointing, memory formats and BatchNorm change no result."""
 
-import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,23 +9,17 @@ import torch
 from torch import nn
 
 from tests.helpers.refusals import named, refused
-from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe
+from tests.helpers.toys import SMALL, build_alone, make_recipe
 from trainer.config.model import MemoryConfig, ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.memory_room import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import KeptBytes, measure
-from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
-from trainer.observe.flops import Count
 from trainer.train.components.memory import (
-    could_be_sharded,
-    describe_model,
     memory_to_come,
-    room_of_gpu,
     too_much,
-    top_parts,
 )
 from trainer.train.components.operations import blank_batch
 from trainer.train.components.task import make_task
@@ -57,27 +49,7 @@ def test_checkpointing_changes_no_bit_with_dropout_and_batchnorm() -> None:
     assert all(torch.equal(state[name], plain[name]) for name in plain)
 
 
-def test_checkpointing_really_recomputes() -> None:
-    model = build_model(ModelConfig(width=8, blocks=(2, 2)), 1, 10)
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    found = blocks(model)
-    assert list(found) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    for block in found.values():
-        block.register_forward_hook(count)
-        block.get_submodule("conv1").register_forward_hook(count)
-        recompute(block)
-    model(torch.randn(2, 1, 8, 8)).sum().backward()
-    assert calls == 4 + 2 * 4
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("resnet18", 8), ("resnet50", 16), ("vit_b_16", 12), ("convnext_tiny", 18)]
-)
+@pytest.mark.parametrize(("name", "count"), [("resnet18", 8), ("convnext_tiny", 18)])
 def test_blocks_are_the_repeated_parts(name: str, count: int) -> None:
     with torch.device("meta"):
         model = build_model(ModelConfig(name=name), 3, 10)
@@ -90,18 +62,12 @@ def test_blocks_are_the_repeated_parts(name: str, count: int) -> None:
     assert share > 0.75
 
 
-def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(BadInputError, match="no repeated blocks"):
-        candidates(MemoryConfig(checkpointing="blocks"), nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
     ("config", "chosen"),
     [
         ({"checkpointing": "blocks"}, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
         ({"checkpointing": "blocks", "every": 2}, ["blocks.0", "blocks.2"]),
         ({"checkpointing": "names", "names": ("blocks.1", "head")}, ["blocks.1", "head"]),
-        ({"checkpointing": "names", "names": ("blocks.3*",)}, ["blocks.3"]),
     ],
 )
 def test_what_is_checkpointed_is_what_was_asked_for(config: dict[str, Any], chosen: list[str]) -> None:
@@ -113,7 +79,6 @@ def test_what_is_checkpointed_is_what_was_asked_for(config: dict[str, Any], chos
     ("memory", "message"),
     [
         ({"checkpointing": "names", "names": ["blocks.7"]}, "blocks.7"),
-        ({"checkpointing": "names"}, "belong together"),
         ({"checkpointing": "none", "every": 2}, "memory.every"),
     ],
 )
@@ -137,11 +102,10 @@ def kept_by(model: nn.Module, forward: Callable[[], Any]) -> int:
     return sum(held.values())
 
 
-@pytest.mark.parametrize("name", ["small_resnet", "resnet18"])
-def test_predicted_bytes_are_those_that_are_kept(name: str) -> None:
+def test_predicted_bytes_are_those_that_are_kept() -> None:
     torch.manual_seed(0)
     image = torch.randn(4, 3, 32, 32)
-    model = build_model(ModelConfig(name=name, width=8, blocks=(2, 2)), 3, 10)
+    model = build_model(ModelConfig(width=8, blocks=(2, 2)), 3, 10)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = blocks(model)
     cost = measure(model, found, lambda: model(image).square().sum())
@@ -164,16 +128,9 @@ def test_what_a_rank_will_want_is_known_before_it_does() -> None:
         task.loss(model, blank_batch(task, 16, torch.device("cpu")))
     assert kept.bytes_without() > 0
     assert needs["activations"] == pytest.approx(kept.bytes_without(), rel=0.05)
-    # Not counted where it fits by far.
-    assert memory_to_come(recipe, task, model, world, math.inf) == {**needs, "activations": 0}
     weights = sum(parameter.nbytes for parameter in model.parameters())
     moments = 1 if recipe.optim.name == "sgd" else 2
     assert needs["gradients and optimizer state"] == (1 + moments) * weights
-    task.optimizer = torch.optim.SGD  # type: ignore[attr-defined]
-    what = "gradients (the state of the task's own optimizer comes on top)"
-    assert memory_to_come(recipe, task, model, world)[what] == weights
-    on_a_gpu = replace(world, device=torch.device("cuda"))
-    assert memory_to_come(recipe, task, model, on_a_gpu) == {what: weights, "activations": 0}
 
 
 def test_too_little_memory_is_told_with_what_takes_it() -> None:
@@ -183,52 +140,13 @@ def test_too_little_memory_is_told_with_what_takes_it() -> None:
     assert too_much(room, 1, needs) == ""
     line = too_much(room, 2, needs)
     assert named(line, "2.00 GB /sys/fs/cgroup/memory.max 1.00 2 0.40 0.10 data.micro_batch_size")
-    assert too_much(Room(0, 0, "unknown"), 2, needs) == ""
 
 
-def test_a_gpu_that_ddp_fills_and_shards_would_not_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    gigabyte = 10**9
-    figures = {"reserved": 9 * gigabyte, "allocated": 6 * gigabyte}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gigabyte, 80 * gigabyte))
-    for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda _, value=value: value)
-    room = room_of_gpu(torch.device("cuda", 1))
-    assert room == Room(80 * gigabyte, 7 * gigabyte, "GPU 1")
-    needs = {"activations": 0, "gradients and optimizer state": 90 * gigabyte}
-    line = too_much(room, 1, needs, could_share=True, gpu=True)
-    assert named(line, "80.00 GB GPU 1 7.00 90.00")
-    assert named(line, "parallel.strategy=fsdp") and "kernel" not in line
-    assert "fsdp" not in too_much(room, 1, needs, gpu=True), "it is sharded already"
-    assert too_much(room, 1, {"gradients": 60 * gigabyte}, gpu=True) == ""
-
-
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="models are sharded from torch 2.9 on"
-)
-def test_what_could_be_sharded_is_ddp_of_several_ranks_with_an_optimizer_that_can() -> None:
-    recipe = make_recipe(optim={"name": "adamw"})
-    task = TokenTask(16, dtype=torch.float32, blocks=6)
-    assert could_be_sharded(recipe, task, 4)
-    assert not could_be_sharded(recipe, task, 1)
-    muon = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": "muon"})})
-    assert not could_be_sharded(muon, task, 4), "which needs whole matrices"
-    sharded = recipe.parallel.model_copy(update={"strategy": "fsdp"})
-    assert not could_be_sharded(recipe.model_copy(update={"parallel": sharded}), task, 4)
-
-
-def test_the_table_says_what_shards_would_hold() -> None:
-    recipe, model = make_recipe(optim={"name": "adamw"}), nn.Sequential(nn.Linear(1000, 1000))
-    told = [describe_model(recipe, model, top_parts(model), Count(), could_share=ranks) for ranks in (0, 4)]
-    assert "fsdp" not in told[0]["memory"]
-    assert named(told[1]["memory"], "3.8 MiB parallel.strategy=fsdp 4")
-
-
-@pytest.mark.parametrize(
-    "memory", [{"checkpointing": "blocks"}, {"checkpointing": "names", "names": ["blocks.1"]}]
-)
-def test_what_is_trained_keeps_what_the_log_says(memory: dict[str, Any]) -> None:
+def test_what_is_trained_keeps_what_the_log_says() -> None:
     """Not a model that was only measured: the one that the training step calls."""
-    recipe = make_recipe(**{**SMALL, "memory": memory, "model": {"width": 8, "blocks": [2, 2]}})
+    recipe = make_recipe(
+        **{**SMALL, "memory": {"checkpointing": "blocks"}, "model": {"width": 8, "blocks": [2, 2]}}
+    )
     task = make_task(recipe)
     run = build_alone(recipe, task)
     (note,) = run.notes
@@ -255,7 +173,6 @@ SYNTHETIC: dict[str, Any] = {
     ("name", "names", "message"),
     [
         ("resnet18", ["layer1.0.relu"], "layer1.0.relu"),
-        ("resnet18", ["relu"], "relu"),
         ("vit_b_32", ["encoder.layers.*.self_attention.out_proj"], "encoder.layers"),
     ],
 )
@@ -270,14 +187,14 @@ def test_what_cannot_be_computed_again_is_refused(name: str, names: list[str], m
 
 def test_blocks_that_pass_lists_are_computed_again_too() -> None:
     losses = []
-    for names in ("", "features.denseblock1", "features.denseblock*.denselayer*"):
+    for names in ("", "features.denseblock*.denselayer*"):
         memory = {"checkpointing": "names", "names": [names]} if names else {}
         recipe = make_recipe(**SYNTHETIC, model={"name": "densenet121"}, memory=memory)
         run = build_alone(recipe, make_task(recipe))
         run.replica.train()
         train_step(run, run.loader(run.share.batches()), 0)
         losses.append([float(run.state.loss), float(run.gradients.parameters[0].detach().sum())])
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
 
 
 def test_channels_last_changes_only_rounding() -> None:
@@ -285,39 +202,3 @@ def test_channels_last_changes_only_rounding() -> None:
     losses, state = train(model={"width": 8, "dropout": 0.5, "channels_last": True})
     assert losses == pytest.approx(plain_losses, rel=1e-4)
     assert state["stem.weight"].is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("momentum", [0.1, None], ids=["a moving mean", "the mean of all steps"])
-def test_statistics_without_accumulation_are_batchnorms_own(momentum: float | None) -> None:
-    torch.manual_seed(0)
-    ours, theirs = (nn.BatchNorm1d(3, momentum=momentum) for _ in range(2))
-    statistics = StepStatistics(ours, None)
-    for _ in range(5):
-        data = torch.randn(8, 3) * 2 + 1
-        ours(data)
-        statistics.add(statistics.of_micro_batch())
-        statistics.end_step()
-        theirs(data)
-    for name, tensor in theirs.state_dict().items():
-        assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
-
-
-def test_statistics_of_a_step_are_the_mean_over_its_micro_batches() -> None:
-    torch.manual_seed(0)
-    layer = nn.BatchNorm1d(3, momentum=0.25)
-    statistics = StepStatistics(layer, None)
-    micro_batches = [torch.randn(8, 3) for _ in range(4)]
-    for micro_batch in micro_batches:
-        statistics.restore()
-        layer(micro_batch)
-        statistics.add(statistics.of_micro_batch())
-        layer(micro_batch)  # once more, as activation checkpointing does in the backward pass
-    statistics.end_step()
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert torch.allclose(
-        layer.running_mean, 0.25 * torch.stack([s.mean(0) for s in micro_batches]).mean(0), atol=1e-6
-    )
-    expected = 0.75 + 0.25 * torch.stack([s.var(0) for s in micro_batches]).mean(0)
-    assert torch.allclose(layer.running_var, expected, atol=1e-6)
-    assert int(layer.num_batches_tracked or 0) == 1

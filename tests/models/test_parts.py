@@ -50,14 +50,3 @@ def test_blocks_are_shown_one_by_one_while_they_fit_and_none_is_opened() -> None
     assert called(model, closed[1]) == list(model.encoder.layers)
     held = parameters_of(model, closed)
     assert [sum(p.numel() for p in own) for own in held.values()] == [6, 18, 4, 2, 10]
-
-
-def test_a_model_around_a_model_is_opened_and_many_modules_are_joined() -> None:
-    around = nn.Module()
-    around.inner = Whole(2)
-    assert [part.name for part in parts(around, 64)][:2] == ["inner.stem", "inner.encoder.layers.0"]
-    many = nn.Module()
-    for number in range(30):
-        many.add_module(f"m{number}", nn.Linear(1, number + 1))
-    assert [part.name for part in parts(many, 5)] == ["m27", "m28", "m29", "others", ""]
-    assert len(parts(many, 5)[3].modules) == 27

@@ -19,19 +19,20 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from huggingface_hub import constants
+from torch import nn
 
 from tests.helpers import preloaded
-from tests.helpers.refusals import refusal, refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.remote import Web
 from tests.helpers.waiting import SECONDS, until
-from trainer import fit
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
-from trainer.errors import BadInputError
 from trainer.models import pretrained
 from trainer.models.hub import _check_answer
 from trainer.models.images import build_model
 from trainer.models.pretrained import find_weights
+from trainer.models.weights import load_initial
 from trainer.train.recording import save_weights
 from trainer.train.starting_weights import resolve_pretrained
 
@@ -126,6 +127,14 @@ def trained(tmp_path: Path, url: str, *words: str, source: str = SOURCE) -> Any:
     return preloaded.run([*program, *common, *words], env=environment, cwd=tmp_path)
 
 
+def ask_here(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
+    """In this process, the hub is this server, and the cache is in a folder."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+
+
 def manifest(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     return found
@@ -145,14 +154,10 @@ def test_a_branch_is_fetched_once_for_all_ranks_and_its_commit_is_kept(tmp_path:
     assert facts["pretrained"] == {"source": SOURCE, "revision": OLD, "sha256": sha256}
     assert facts["fingerprint"]["initial weights"] == sha256
     assert facts["config"]["model"]["pretrained"] == f"hub:org/name@{OLD}"
-    shutil.copytree(tmp_path / "run", tmp_path / "lost")
-    shutil.rmtree(tmp_path / "lost" / "checkpoints")
-    # The branch moves on: the run doesn't, even where it begins anew; a new one does.
+    # The branch moves on: the run doesn't; a new one does.
     hub.files["org/name", NEW], hub.commits["main"] = weights(tmp_path, 6), NEW
     assert trained(tmp_path, hub.url, *two, "--out", "run").returncode == 0
     assert manifest(tmp_path / "run")["pretrained"]["revision"] == OLD
-    assert trained(tmp_path, hub.url, "data.micro_batch_size=32", "--out", "lost").returncode == 0
-    assert manifest(tmp_path / "lost")["pretrained"]["revision"] == OLD
     assert trained(tmp_path, hub.url, "--out", "other").returncode == 0
     assert manifest(tmp_path / "other")["pretrained"]["revision"] == NEW
 
@@ -164,69 +169,60 @@ def test_without_a_network_the_cache_serves(tmp_path: Path, hub: Hub) -> None:
     assert trained(tmp_path, hub.url, "--out", "two").returncode == 0
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
-    assert trained(tmp_path, hub.url, "--out", "three", source=f"hub:org/name@{OLD}").returncode == 0
     # What was damaged in the cache isn't trained from.
     (blob,) = (tmp_path / "cache").rglob("blobs/*")
     blob.write_bytes(blob.read_bytes()[:-1] + b"?")
     damaged = trained(tmp_path, hub.url, "--out", "four")
-    assert damaged.returncode == 2 and "isn't what was fetched and checked" in damaged.stderr
+    refusal(damaged.returncode, damaged.stderr, SOURCE, folder=tmp_path / "four")
+
+
+def test_what_the_hub_lacks_is_one_line_before_any_rank_starts(tmp_path: Path, hub: Hub) -> None:
+    hub.files, hub.commits = {("org/name", OLD): b""}, {"main": OLD}
+    done = trained(tmp_path, hub.url, "--out", "run", source="hub:org/name@v9")
+    refusal(done.returncode, done.stderr, "org/name v9", folder=tmp_path / "run")
+    for wrong in ("hub:org/name", "hub:org/name@a/../../../../x"):
+        with refused("hub:ORG/NAME@REVISION", by=ValueError):
+            ModelConfig(pretrained=wrong)
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "names"),
     [
-        ("hub:org/name@v9", "org/name v9"),
         ("hub:org/other@main", "org/other"),
         ("hub:org/pickles@main", "org/pickles model.safetensors"),
         ("hub:org/odd@main", "safetensors"),
-        ("hub:org/name", "hub:ORG/NAME@REVISION"),
-        ("hub:org/name@a/../../../../x", "hub:ORG/NAME@REVISION"),
-        ("torchvision:ResNet18", "torchvision:WEIGHTS"),
         ("torchvision:ResNet18_Weights.IMAGENET1K_V3", "ResNet18_Weights.IMAGENET1K_V1"),
-        ("torchvision:ResNet18_QuantizedWeights.NONE", "torchvision weights"),
     ],
 )
-def test_what_the_hub_lacks_is_one_line_before_any_rank_starts(
-    tmp_path: Path, hub: Hub, source: str, message: str
+def test_what_cannot_be_fetched_is_named(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, source: str, names: str
 ) -> None:
-    hub.files = {
-        ("org/name", OLD): b"",
-        ("org/pickles", OLD): None,
-        ("org/odd", OLD): b"\x80\x04" * 40,
-    }
+    hub.files = {("org/pickles", OLD): None, ("org/odd", OLD): b"\x80\x04" * 40}
     hub.commits = {"main": OLD}
-    done = trained(tmp_path, hub.url, "--out", "run", source=source)
-    refusal(done.returncode, done.stderr, message, folder=tmp_path / "run")
+    ask_here(monkeypatch, hub, tmp_path)
+    with refused(names):
+        load_initial(nn.Linear(1, 1), find_weights(ModelConfig(pretrained=source)).file, ())  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("status", "message"), [(403, "HTTP 403"), (0, "reached")])
-def test_a_hub_that_refuses_or_is_not_there(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int, message: str
+@pytest.mark.parametrize(("status", "etag", "names"), [(403, None, "403"), (0, "elsewhere", "etag")])
+def test_a_hub_that_refuses_or_leads_elsewhere(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int, etag: str | None, names: str
 ) -> None:
-    hub.status = status
-    if not status:
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    done = trained(tmp_path, hub.url, "--out", "run")
-    refusal(done.returncode, done.stderr, message)
-    assert not status or max(hub.asked.values()) <= 8
-
-
-def test_a_hub_that_names_a_file_elsewhere_writes_nothing_there(tmp_path: Path, hub: Hub) -> None:
     hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
-    hub.headers = {"ETag": str(tmp_path / "elsewhere")}
-    done = trained(tmp_path, hub.url, "--out", "run")
-    refusal(done.returncode, done.stderr, "etag")
-    assert not list(tmp_path.glob("elsewhere*"))
+    hub.status, hub.headers = status, {"ETag": str(tmp_path / etag)} if etag else {}
+    ask_here(monkeypatch, hub, tmp_path)
+    with refused(names):
+        find_weights(ModelConfig(pretrained=SOURCE))
+    assert not list(tmp_path.glob("elsewhere*")) and max(hub.asked.values()) <= 8
 
 
 HEADERS: list[tuple[dict[str, str], str, int]] = [
     *(({name: "../x"}, name.lower(), 200) for name in ("ETag", "X-Linked-Etag", "X-Repo-Commit")),
-    *(({"ETag": etag}, "etag", 302) for etag in ("", "/x", '"a/b"', "..", "a" * 200, "a b", 'W/"/x"')),
-    *(({"X-Repo-Commit": commit}, "x-repo-commit", 200) for commit in ("1" * 39, "main", "")),
-    ({"Retry-After": "100000"}, "HTTP 429 and asks to wait", 429),
-    ({"RateLimit": '"api";r=0;t=9999'}, "HTTP 503 and asks to wait", 503),
-    ({}, "how long the file is", 200),
-    ({"Content-Length": "9", "Content-Encoding": "gzip"}, "how long the file is", 200),
+    *(({"ETag": etag}, "etag", 302) for etag in ("", '"a/b"', "a" * 200)),
+    ({"X-Repo-Commit": "main"}, "x-repo-commit", 200),
+    ({"Retry-After": "100000"}, "429", 429),
+    ({"RateLimit": '"api";r=0;t=9999'}, "503", 503),
+    ({}, "long", 200),
 ]
 
 
@@ -237,7 +233,7 @@ def test_headers_of_a_hub_that_lead_astray_are_refused(
     import httpx2
 
     asked = httpx2.Request("GET", "http://hub/org/name/resolve/main/model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    with refused(message, by=ValueError):
         _check_answer(httpx2.Response(status, headers=headers, request=asked))
     good = {"ETag": 'W/"1f-b0"', "X-Linked-Etag": "0" * 64, "X-Repo-Commit": OLD, "Content-Length": "9"}
     _check_answer(httpx2.Response(200, headers=good, request=asked))
@@ -248,7 +244,6 @@ def test_a_hub_that_cannot_be_connected_to_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import httpx2
-    from huggingface_hub import constants
 
     asked = list[tuple[str, str]]()
 
@@ -267,59 +262,26 @@ def test_a_hub_that_cannot_be_connected_to_is_asked_once(
 # --- a run that goes on ---
 
 
-def kept(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["hub", pytest.param("path", marks=pytest.mark.slow)])
-def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(
-    tmp_path: Path, hub: Hub, kind: str
-) -> None:
+def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Path, hub: Hub) -> None:
     hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
-    source = SOURCE if kind == "hub" else str(tmp_path / "start.safetensors")
-
-    def train(*words: str) -> Any:
-        return trained(tmp_path, hub.url, *words, source=source)
-
-    assert train("--out", "whole").returncode == 0
-    for name in ("run", "forced"):
-        assert train("--out", name, "--stop-after", "1").returncode == 75
+    assert trained(tmp_path, hub.url, "--out", "whole").returncode == 0
+    for name in ("run", "lost"):
+        assert trained(tmp_path, hub.url, "--out", name, "--stop-after", "1").returncode == 75
     asked = hub.asked.total()
     hub.files.clear()
-    (tmp_path / "start.safetensors").unlink()
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    for words in (["--out", "run"], ["--out", "forced", "--resume", "force"]):
-        done = train(*words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert kept(tmp_path / words[1]) == kept(tmp_path / "whole")
+    shutil.rmtree(tmp_path / "cache")
+    done = trained(tmp_path, hub.url, "--out", "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole"))
+    assert one == two
+    assert hub.asked.total() == asked
     facts = manifest(tmp_path / "run")
     assert facts["pretrained"] == manifest(tmp_path / "whole")["pretrained"]
     assert facts["attempts"][1]["changed"] == []
-    again = train("--out", "run")
-    assert again.returncode == 0 and "finished already" in again.stdout + again.stderr
-    assert train("--out", "run", "max_steps=3").returncode == 0
-    # A new run takes all weights from another one's checkpoint.
-    began = ["--init-from", "run@2", "--out", "other"]
-    assert train(*began, "--stop-after", "1").returncode == 75
-    shutil.rmtree(tmp_path / "other" / "checkpoints")
-    assert train(*began).returncode == 0
-    assert hub.asked.total() == asked
-    assert train("--out", "new").returncode == 2
-
-
-def test_a_run_without_a_checkpoint_needs_it_still(tmp_path: Path, hub: Hub) -> None:
-    weights(tmp_path)
-    start = tmp_path / "start.safetensors"
-    for name in ("lost", "damaged"):
-        done = trained(tmp_path, hub.url, "--out", name, "--stop-after", "1", source=str(start))
-        assert done.returncode == 75, done.stdout + done.stderr
-    start.unlink()
+    # One that has no checkpoint needs it still.
     shutil.rmtree(tmp_path / "lost" / "checkpoints")
-    (written,) = (tmp_path / "damaged" / "checkpoints").glob("*/model.safetensors")
-    written.write_bytes(written.read_bytes()[:-1] + b"?")
-    for words in (["--out", "lost"], ["--out", "damaged", "--resume", "force"]):
-        done = trained(tmp_path, hub.url, *words, source=str(start))
-        refusal(done.returncode, done.stderr, "model.pretrained", str(start))
+    done = trained(tmp_path, hub.url, "--out", "lost")
+    refusal(done.returncode, done.stderr, "org/name")
 
 
 def test_another_file_in_its_place_is_named(tmp_path: Path, hub: Hub) -> None:
@@ -328,19 +290,7 @@ def test_another_file_in_its_place_is_named(tmp_path: Path, hub: Hub) -> None:
     assert trained(tmp_path, hub.url, "--out", "run", "--stop-after", "1", source=source).returncode == 75
     now = hashlib.sha256(weights(tmp_path, 6)).hexdigest()
     done = trained(tmp_path, hub.url, "--out", "run", source=source)
-    assert done.returncode == 2 and f"initial weights: {before}, now {now}" in done.stderr
-
-
-def test_fit_goes_on_without_what_it_started_from(tmp_path: Path) -> None:
-    weights(tmp_path)
-    start = tmp_path / "start.safetensors"
-    settings = {"max_steps": 1, "parallel.threads": 1, "model.width": 4, "model.pretrained": start}
-    fit("digits", settings, out=tmp_path / "run")
-    start.unlink()
-    fit("digits", {**settings, "max_steps": 2}, out=tmp_path / "run")
-    assert manifest(tmp_path / "run")["steps_done"] == 2
-    with pytest.raises(BadInputError, match="can't read"):
-        fit("digits", settings, out=tmp_path / "new")
+    assert done.returncode == 2 and named(done.stderr, before, now)
 
 
 # --- torchvision ---
@@ -468,9 +418,9 @@ class Code:
 
 def test_code_in_a_pickle_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for content, message in (({"a": Code()}, "holds more than tensors"), ([1], "is no state_dict")):
+    for content in ({"a": Code()}, [1]):
         web = serve(monkeypatch, tmp_path, *pickled(content))
-        with pytest.raises(BadInputError, match=message):
+        with refused("Tiny_Weights.V1"):
             find_weights(TINY)
         web.close()
     assert not Path("ran").exists()
@@ -498,14 +448,14 @@ def test_the_names_and_files_are_torchvisions_own() -> None:
     )
 
 
-@pytest.mark.parametrize("version", ["2.5.1", "2.5.1+cu124", "2.4.0a0+git1", "1.13.1"])
+@pytest.mark.parametrize("version", ["2.5.1+cu124", "2.4.0a0+git1"])
 def test_a_torch_whose_weights_only_runs_code_reads_no_pickle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     web = serve(monkeypatch, tmp_path, *pickled({"a": torch.zeros(2)}))
     with monkeypatch.context() as old:
         old.setattr(torch, "__version__", version)
-        with pytest.raises(BadInputError, match=r"CVE-2025-32434.*model\.pretrained=FILE\.safetensors"):
+        with refused("CVE-2025-32434 model.pretrained=FILE.safetensors"):
             find_weights(TINY)
         assert web.app.asked.total() == 0
     assert find_weights(TINY) is not None

@@ -19,7 +19,6 @@ from trainer.config.optimizers import OPTIMIZERS, SCHEDULES
 from trainer.config.recipe_file import load_recipe
 from trainer.config.training import AverageConfig, OptimConfig
 from trainer.data.sampling.plan import Plan
-from trainer.errors import BadInputError
 from trainer.models.gpt import GPT
 from trainer.models.images import build_model
 from trainer.optim.average import WeightAverage
@@ -68,12 +67,6 @@ def shares(**config: Any) -> list[float]:
     return schedule(OptimConfig(lr=1.0, **{"milestones": (5,), **config}), 100, steps_per_epoch=20)
 
 
-def test_step_falls_at_its_milestones() -> None:
-    rates = shares(schedule="step", warmup_steps=0.1, milestones=(1.5, 3), gamma=0.1)
-    assert rates[:10] == pytest.approx([0.1 * update for update in range(1, 11)])
-    assert rates[10:] == pytest.approx([1.0] * 20 + [0.1] * 30 + [0.01] * 40)
-
-
 def test_a_milestone_is_an_epoch_of_the_data() -> None:
     """At its last step that has samples of it; where a run is cut it comes when it did, or never."""
     plan = Plan(samples=105, global_batch_size=10, micro_batch_size=10, epochs=4, last="cross", seed=0)
@@ -109,26 +102,10 @@ def test_a_warm_up_counts_steps_from_1_on(name: Any) -> None:
     assert longer[0][-1] > longer[1][-1] > longer[2][-1], "it would come later"
 
 
-def test_a_decay_takes_what_the_warm_up_leaves() -> None:
-    rates = shares(schedule="wsd", warmup_steps=90, decay=0.25)
-    assert rates[:90] == pytest.approx([update / 90 for update in range(1, 91)])
-    assert rates[90:] == pytest.approx([1 - (part / 10) ** 0.5 for part in range(10)])
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"), [(0, 0), (0.0, 0), (0.999, 0.999), (1, 1), (2000.0, 2000), ("1e3", 1000)]
-)
+@pytest.mark.parametrize(("given", "kept"), [(0.0, 0), (0.999, 0.999), (1, 1), ("1e3", 1000)])
 def test_a_warm_up_is_a_share_or_whole_steps(given: Any, kept: float) -> None:
     value = OptimConfig(warmup_steps=given).warmup_steps
     assert (value, type(value)) == (kept, type(kept))
-
-
-@pytest.mark.parametrize("name", ["cosine", "one-cycle", "wsd"])
-def test_a_floor_is_where_it_ends(name: str) -> None:
-    rates = shares(schedule=name, warmup_steps=0.1, final_lr=0.1)
-    assert max(rates) == 1.0
-    assert min(rates[10:]) == pytest.approx(0.1, abs=0.03)
-    assert min(rates[10:]) >= 0.1
 
 
 def test_layers_learn_slower_the_deeper_they_are() -> None:
@@ -174,21 +151,6 @@ def test_every_group_follows_the_schedule_at_its_own_rate(name: Any) -> None:
         assert torch.allclose(p, alone, atol=1e-5), n
 
 
-def test_the_average_moves_every_few_steps_by_as_much() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    average = WeightAverage(model, AverageConfig(decay=0.9, every=4))
-    average._moved = 1000
-    nn.init.constant_(model.weight, 2.0)
-    seen = []
-    for step in range(1000, 1008):
-        average.update(step, None, torch.zeros(1))
-        seen.append(average.tensors["weight"].item())
-    assert seen[:3] == [1.0] * 3
-    assert seen[3:7] == pytest.approx([2 - 0.9**4] * 4)
-    assert seen[7] == pytest.approx(2 - 0.9**8)
-
-
 def torchs(updates: int, peak: float, make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
     """What a scheduler of torch gives each update."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
@@ -201,9 +163,10 @@ def torchs(updates: int, peak: float, make: Callable[[torch.optim.Optimizer], An
     return rates
 
 
-@pytest.mark.parametrize("updates", [1, 2, 7, 100, 431, 1000])
-@pytest.mark.parametrize("warmup", [0.0, 0.05, 0.3, 0.33, 0.8])
-@pytest.mark.parametrize("final_lr", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("updates", "warmup", "final_lr"),
+    [(1, 0.3, 0.0), (2, 0.8, 0.1), (7, 0.33, 0.0), (100, 0.0, 0.1), (431, 0.05, 0.1), (1000, 0.3, 0.0)],
+)
 def test_one_cycle_is_torchs(updates: int, warmup: float, final_lr: float) -> None:
     config = OptimConfig(lr=0.4, schedule="one-cycle", warmup_steps=warmup, final_lr=final_lr)
     ours = schedule(config, updates, updates)
@@ -223,13 +186,6 @@ def test_one_cycle_is_torchs(updates: int, warmup: float, final_lr: float) -> No
     if updates * warmup > 1:
         assert ours[0] == pytest.approx(0.4 / 25)
     assert ours[-1] == pytest.approx(0.4 * final_lr if final_lr else 0.4 / 25 / 1e4)
-
-
-def test_one_cycle_whose_warm_up_is_one_update_begins_at_the_peak() -> None:
-    """Where torch divides 0 by 0."""
-    assert schedule(OptimConfig(lr=0.4, schedule="one-cycle", warmup_steps=0.1), 10, 10)[0] == pytest.approx(
-        0.4
-    )
 
 
 def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> None:
@@ -254,7 +210,7 @@ def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> 
     assert device.tensors["weight"].item() == pytest.approx(2 - 0.9**5)
 
 
-@pytest.mark.parametrize("warmup", [0.0, 0.01, 0.13])
+@pytest.mark.parametrize("warmup", [0.0, 0.13])
 @pytest.mark.parametrize("name", ["cosine", "constant", "step"])
 def test_the_others_are_torchs(name: Any, warmup: float) -> None:
     """In 100 updates; 0.55 of them are 55.00000000000001."""
@@ -339,14 +295,6 @@ def test_in_place_the_model_has_the_average_to_the_bit_and_then_its_weights_agai
     assert bool((view == 0.1).all()) and average.tensors["weight"].tolist() == [1.0, 1.0]
 
 
-def test_norms_and_biases_are_not_decayed() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
-    optimizer = optimizer_of(model, OptimConfig(weight_decay=0.3))
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        assert decay[id(parameter)] == (0.3 if name in ("0.weight", "3.weight") else 0.0), name
-
-
 class Shapes(nn.Module):
     """A class token, positions, an embedding that is tied to the head, a norm."""
 
@@ -369,10 +317,8 @@ NORMS_AND_BIASES = ("encoder.norm.weight", "encoder.norm.bias", "head.bias")
         ({}, {*NORMS_AND_BIASES}),
         ({"decay_1d": True}, set()),
         ({"decay_1d": True, "no_decay": ("*.bias",)}, {"encoder.norm.bias", "head.bias"}),
-        ({"no_decay": ("encoder.pos*",)}, {"encoder.positions.weight", *NORMS_AND_BIASES}),
         ({"decay_1d": True, "no_decay": ("class_token", "scal?")}, {"class_token", "scale"}),
         ({"decay_1d": True, "no_decay": ("head.weight",)}, {"embed.weight"}),  # tied: either name
-        ({"no_decay": ("*",)}, {name for name, _ in Shapes().named_parameters()}),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",  # sets have no order
 )
@@ -396,18 +342,15 @@ def test_a_recipe_decays_what_its_source_does() -> None:
     few = {name for name, p in vit.named_parameters() if p.ndim < 2}
     found = {*undecayed(load_recipe("vit-small", []).optim, vit)}
     assert found == few | {"class_token", "encoder.pos_embedding"}
-    for name in ("resnet50-imagenet", "coco-fasterrcnn", "speech-commands"):
-        assert not undecayed(load_recipe(name, []).optim, resnet)
+    assert not undecayed(load_recipe("resnet50-imagenet", []).optim, resnet)
 
 
 def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_name() -> None:
-    for pattern, words in (("clas_token", "; did you mean 'class_token'"), ("zzz", "; names are such as ")):
-        with pytest.raises(BadInputError, match=f"optim.no_decay: no parameter .* '{pattern}'{words}"):
-            parameter_groups(OptimConfig(no_decay=("scale", pattern)), Shapes())
+    with refused("optim.no_decay clas_token class_token"):
+        parameter_groups(OptimConfig(no_decay=("scale", "clas_token")), Shapes())
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("nesterov", "momentum"), [(True, 0.0), (True, 0.9), (False, 0.9)])
 def test_sgd_is_torchs_with_either_momentum(nesterov: bool, momentum: float) -> None:
     """And with decay_1d it is that of torch.optim.SGD(model.parameters())."""
     torch.manual_seed(0)

@@ -29,7 +29,9 @@ def test_jitter_is_each_images_own() -> None:
 
 def test_jitter_is_torchvisions() -> None:
     byte, random = images(), numbers()
+    before = byte.clone()
     found = jitter(byte, random, 0.4)
+    assert torch.equal(byte, before)
     for row, (image, factors) in enumerate(zip(byte, 1 + 0.4 * (2 * random - 1), strict=True)):
         expected = image.float() / 255
         for change, factor in zip(
@@ -39,30 +41,6 @@ def test_jitter_is_torchvisions() -> None:
         ):
             expected = change(expected, factor)
         assert (found[row].float() - expected * 255).abs().max() <= 1
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_jitter_has_the_bits_of_the_formula_and_leaves_its_input_alone(channels: int) -> None:
-    byte, random = images(channels=channels), numbers()
-    before = byte.clone()
-    brightness, contrast, saturation = (1 + 0.4 * (random * 2 - 1)).view(-1, 3, 1, 1, 1).unbind(1)
-
-    def gray(image: torch.Tensor) -> torch.Tensor:
-        weights = (0.2989, 0.587, 0.114)
-        parts = [each * weight for each, weight in zip(image.unbind(1), weights, strict=channels == 3)]
-        return (parts[0] + parts[1] + parts[2])[:, None] if channels == 3 else image
-
-    image = (byte.float() * brightness).clamp(0, 255)
-    middle = gray(image).mean((1, 2, 3), keepdim=True)
-    image = (middle + contrast * (image - middle)).clamp(0, 255)
-    if channels == 3:
-        image = (gray(image) + saturation * (image - gray(image))).clamp(0, 255)
-    assert torch.equal(jitter(byte, random, 0.4), image.round().to(torch.uint8))
-    assert torch.equal(byte, before)
-
-
-def test_one_channel_has_no_saturation() -> None:
-    assert jitter(images(channels=1), numbers(), 0.4).shape == (6, 1, 16, 16)
 
 
 @pytest.mark.parametrize("name", ["randaugment", "trivialaugment"])
@@ -85,14 +63,12 @@ def test_a_policy_is_drawn_by_the_micro_batches_seed_and_for_each_group(name: st
     assert not torch.equal(first, policy(byte)), "and not all the same"
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 16), (1, 16, 16), (3, 1, 20), (1, 4, 80)], ids=str)
 @pytest.mark.parametrize(
-    ("name", "magnitude", "torchvisions"),
+    ("name", "magnitude", "torchvisions", "shape"),
     [
-        ("randaugment", 9, v2.RandAugment()),
-        ("randaugment", 30, v2.RandAugment(magnitude=30)),
-        ("randaugment", 0, v2.RandAugment(magnitude=0)),
-        ("trivialaugment", 9, v2.TrivialAugmentWide()),
+        ("randaugment", 9, v2.RandAugment(), (3, 16, 16)),
+        ("randaugment", 30, v2.RandAugment(magnitude=30), (1, 4, 80)),
+        ("trivialaugment", 9, v2.TrivialAugmentWide(), (3, 1, 20)),
     ],
 )
 def test_a_policy_of_each_image_is_torchvisions_to_the_bit(
@@ -108,19 +84,6 @@ def test_a_policy_of_each_image_is_torchvisions_to_the_bit(
     assert torch.equal(found, torch.stack([torchvisions(image) for image in byte]))
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_normalizing_gives_the_same_in_both_layouts(channels: int) -> None:
-    byte = images(channels=channels).permute(0, 2, 3, 1).contiguous()
-    mean, std = (0.4, 0.5, 0.6)[:channels], (0.2, 0.3, 0.4)[:channels]
-    normalize = Normalization(mean, std)
-    expected = (byte.double() / 255 - torch.tensor(mean)) / torch.tensor(std)
-    for channels_last in (True, False):
-        found = normalize(byte, channels_last)
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        assert found.is_contiguous(memory_format=layout)
-        assert torch.allclose(found.permute(0, 2, 3, 1).double(), expected, atol=1e-6)
-
-
 def test_half_of_the_images_are_mirrored() -> None:
     byte, random = images().permute(0, 2, 3, 1).contiguous(), torch.tensor([[0.1], [0.9]] * 3)
     for image in (byte, byte.float()):
@@ -130,8 +93,9 @@ def test_half_of_the_images_are_mirrored() -> None:
         assert torch.equal(flipped, torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(2), image))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", [(3, 5, 7, 3), (5, 31, 33, 1), (9, 151, 149, 3)])
+@pytest.mark.parametrize(
+    ("shape", "threads"), [((5, 31, 33, 1), 1), ((9, 151, 149, 3), 1), ((3, 5, 7, 3), 2)]
+)
 def test_flip_and_normalization_in_one_go_have_the_bits_of_one_after_the_other(
     shape: tuple[int, ...], threads: int
 ) -> None:

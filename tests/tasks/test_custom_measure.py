@@ -16,7 +16,7 @@ import trainer
 from tests.helpers.refusals import refused
 from tests.helpers.small_task import Small
 from trainer.errors import BadInputError
-from trainer.observe.rows import OWN, why_no_metric
+from trainer.observe.rows import why_no_metric
 from trainer.tasks.custom import CustomTask
 from trainer.train.start.from_python import Fitted
 
@@ -61,33 +61,17 @@ def check(measure: Callable[..., Any], **more: Any) -> None:
     CustomTask(type("Mine", (Classes,), {"measure": measured, **more})(), "mine").check()
 
 
-def of_two(out: torch.Tensor, fields: Any) -> Any:
-    return (out[:, 0] > 9) == fields["few"]
+NAMES: list[Any] = ["step", "eval/loss", 3, "", "a\nb", "x" * 200, "\ud800"]
 
 
-def test_of_rows_summarize_makes_any_figure() -> None:
-    def measure(out: torch.Tensor, fields: Any) -> Any:
-        return {"error": (out[:, :1] - fields["y"]).square(), "right": of_two(out, fields)}
-
-    def summarize(_: Any, rows: Any) -> Any:
-        assert rows["right"].dtype == torch.bool
-        wrong = (~rows["right"]).float().mean()
-        return {"rmse": rows["error"].mean().sqrt(), "wrong": wrong, **trainer.means(rows, "loss")}
-
-    check(measure, summarize=summarize)
-
-
-NAMES: list[Any] = [*sorted(OWN), "eval/loss", "time/mine", "cost/x", "energy/x", 3, None, "", " a", "a\nb"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "x" * 200, "\ud800", ("a", "b")])
+@pytest.mark.parametrize("name", NAMES)
 def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
     with pytest.raises(BadInputError, match=f"measure gave {re.escape(repr(name)[:70])}") as caught:
         check(lambda o, _f: {name: o[:, 0]})
     assert "\n" not in str(caught.value)
     with pytest.raises(BadInputError, match=f"summarize gave {re.escape(repr(name)[:70])}"):
         check(lambda o, _f: {"row": o}, summarize=lambda *_: {name: 1.0})
-    if name in (None, "", 3, "a\nb"):
+    if name == "a\nb":
         with refused("losses"):
             check(lambda _o, _f: {}, losses=("a", name))
 
@@ -101,9 +85,7 @@ def test_other_names_are_free() -> None:
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "wider": (lambda o, _f: {"row": o[:, : 1 + len(o)]}, "rows 'row' as a tensor of shape"),
-    "cut": (lambda o, _f: {"row": o if len(o) > 4 else o.long()}, "rows 'row' as a tensor of shape"),
     "gone": (lambda o, _f: {"row": o} if len(o) > 4 else {}, "rows 'row' as a tensor of shape"),
-    "sparse": (lambda o, _f: {"row": o.to_sparse()}, "'row' as a sparse_coo tensor"),
     "text": (lambda _o, _f: {"a": "1.5"}, "'a' as a str"),
     "gradients": (
         lambda o, f: {"a": torch.autograd.grad(o.sum(), f["x"].requires_grad_())[0].sum()},
@@ -119,10 +101,9 @@ def test_what_cannot_be_put_together_is_refused(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [3, "a\0b", None])
-def test_a_field_that_has_no_name_is_refused(name: Any) -> None:
-    part = {"x": np.ones((8, 2), np.float32), name: np.ones(8)}
-    with refused(repr(name)[1:-1]):
+def test_a_field_that_has_no_name_is_refused() -> None:
+    part = {"x": np.ones((8, 2), np.float32), 3: np.ones(8)}
+    with refused("3"):
         check(lambda _o, _f: {}, data=lambda _: (part, part))
 
 
@@ -130,8 +111,7 @@ def fit(kind: type = Small, settings: Any = None, **methods: Any) -> Fitted:
     return trainer.fit(type("Mine", (kind,), methods), {**SETTINGS, **(settings or {})})
 
 
-@pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("last", ["cross", "weighted"])
+@pytest.mark.parametrize(("resident", "last"), [(True, "cross"), (False, "weighted")])
 def test_fields_may_have_our_names(resident: bool, last: str) -> None:
     """Arrays and a data set of torch, of one's own types and shapes: what is measured is what was given."""
     names = ("weight", "uniform", "a b", "", "num_item", "samples")
@@ -189,25 +169,6 @@ def test_a_measure_may_cache_and_take_gradients() -> None:
     assert scripted.metrics == plain.metrics
 
 
-def penalized(_: Any, model: nn.Module, batch: Any) -> torch.Tensor:
-    """With the gradients at its inputs, as forces and WGAN-GP have it."""
-    x = batch.fields["x"].clone().requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.mse_loss(out, batch.fields["y"], reduction="none") + slope.square().sum(1, keepdim=True)
-
-
-def test_a_loss_may_take_gradients() -> None:
-    """Here they pull the weights to 0."""
-    methods: dict[str, Any] = {
-        "loss": penalized,
-        "measure": lambda _, model, batch: {"loss": Small().loss(model, batch)},
-    }
-    for more in ({}, {"memory.checkpointing": "none", "precision.debug": True}):
-        run = fit(settings={"epochs": 30, "optim.name": "sgd", "optim.lr": 0.05, **more}, **methods)
-        assert run.model().weight.detach().abs().max() < 0.5  # type: ignore[operator]
-
-
 def test_another_metric_that_is_not_finite_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def measure(own: Any, model: nn.Module, batch: Any) -> Any:
         return {"loss": own.loss(model, batch), "auc": model(batch.fields["x"]).abs() * float("inf")}
@@ -216,22 +177,10 @@ def test_another_metric_that_is_not_finite_is_told(capsys: pytest.CaptureFixture
     told = [line for line in capsys.readouterr().err.splitlines() if "auc" in line]
     assert told == ["trainer: the last evaluation isn't finite in auc (null in rows): it doesn't decide"]
 
-    def refuse(word: str) -> None:
-        raise AssertionError(word)
-
-    for name in ("manifest.json", "evaluations.jsonl", "summary.jsonl"):
-        text = (run.folder / name).read_text()
-        for line in text.splitlines() if name.endswith("l") else [text]:
-            json.loads(line, parse_constant=refuse)
-    assert json.loads((run.folder / "manifest.json").read_text())["status"] == "finished"
+    text = (run.folder / "manifest.json").read_text()
+    assert "Infinity" not in text and json.loads(text)["status"] == "finished"
     with refused("finite diverged", by=trainer.DivergedError):
         fit(measure=measure, metric="auc", mode="max")
-
-
-def test_what_describe_says_is_json() -> None:
-    for value in (float("nan"), -float("inf")):
-        with refused("JSON"):
-            check(lambda _o, _f: {}, describe=lambda _, value=value: {"mean": [value]})
 
 
 def test_what_rows_say_of_themselves_is_reserved() -> None:
@@ -241,35 +190,23 @@ def test_what_rows_say_of_themselves_is_reserved() -> None:
     assert own and all(why_no_metric(name) for name in own)
 
 
-@pytest.mark.parametrize("how", ["below 0", "none at all", "two alike"])
-def test_items_of_a_data_set_that_cannot_be_counted(how: str) -> None:
+@pytest.mark.parametrize(("count", "names"), [(-1, "sample 7 num_items -1"), (0, "evaluation")])
+def test_items_of_a_data_set_that_cannot_be_counted(count: int, names: str) -> None:
     class Counted(torch.utils.data.Dataset[Any]):
-        def __init__(self, odd: bool) -> None:
-            self.odd = odd
-
         def __len__(self) -> int:
             return 10
 
         def __getitem__(self, sample: int) -> Any:
-            count = {"below 0": -(sample == 7), "none at all": 0, "two alike": 1}[how] if self.odd else 1
-            item = {"x": np.ones(2, np.float32), "y": np.ones(1, np.float32), "num_items": np.int64(count)}
-            return {**item, 0: 1.0, "0": 1.0} if self.odd and how == "two alike" else item
+            number = count if sample == 7 or not count else 1
+            return {"x": np.ones(2, np.float32), "y": np.ones(1, np.float32), "num_items": np.int64(number)}
 
     def mean(_: Any, model: nn.Module, batch: Any) -> Any:
         return Small().loss(model, batch).mean()
 
-    def measured(_: Any, model: nn.Module, batch: Any) -> Any:
-        return {"loss": mean(_, model, batch)}
-
-    message = {
-        "below 0": "sample 7 has num_items -1",
-        "none at all": "the evaluation data has no items",
-        "two alike": "are the same as text",
-    }
-    with pytest.raises(BadInputError, match=message[how]):
+    with refused(names):
         fit(
-            data=lambda _: (Counted(how != "none at all"), Counted(True)),
+            data=lambda _: (Small().data()[0], Counted()),
             reduction="mean",
             loss=mean,
-            measure=measured,
+            measure=lambda *given: {"loss": mean(*given)},
         )

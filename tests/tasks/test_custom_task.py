@@ -1,27 +1,22 @@
 """Promise: what is wrong in a custom task is said before it trains; what is right passes."""
 
 import copy
-import functools
 import re
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import trainer
 from tests.helpers.preparing import prepare_only
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.small_task import Small
 from trainer.cli import main
-from trainer.commands.predict.predict import _show
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.data.batch import Batch
@@ -29,23 +24,15 @@ from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
 from trainer.train.start import job as start
 
-
-def test_a_right_one_passes() -> None:
-    CustomTask(Small(), "small").check()
-
-
+LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
 WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
     ("loss", None, "loss sample"),
-    ("data", lambda _: 3, "samples"),
-    ("data", lambda _: ({"x": np.zeros(3), "y": np.zeros(2)}, {}), "different lengths"),
     ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "number"),
-    ("data", lambda _: ({}, {}), "data gave"),
-    ("model", lambda _: 3, "torch.nn.Module"),
     ("model", lambda _: 1 / 0, "ZeroDivisionError"),
-    ("loss", lambda *_: torch.zeros(4), "gradient"),
     ("loss", lambda _, m, b: m(b.fields["y"]), "RuntimeError"),
-    ("measure", lambda *_: 3, "measure"),
-    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "x"),
+    ("data", lambda _: (LOADER, LOADER), "DataLoader loader.dataset"),
+    ("loss", lambda s, *_: s.log("loss", 1), "log"),
+    ("loss", lambda _, m, batch: m(next(iter(batch))), 'batch["x"] "0"'),
     ("describe", lambda _: {"classes": {1, 2}}, "JSON"),
     (
         "measure",
@@ -53,7 +40,6 @@ WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
         "loss",
     ),
     ("measure", lambda *_: {"loss": torch.zeros(3)}, "loss 3"),
-    ("measure", lambda *_: {}, "measure nothing"),
 ]
 
 
@@ -66,49 +52,6 @@ def test_what_is_wrong_is_said(method: str, instead: Callable[..., Any] | None, 
 
 def check(**methods: Any) -> None:
     CustomTask(type("Mine", (Small,), methods)(), "mine").check()
-
-
-class Normed(nn.Module):
-    """What a training forward pass changes, and a checkpoint holds; and what each pass fills or sets anew."""
-
-    steps: torch.Tensor
-    cache: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("cache", torch.zeros(8), persistent=False)
-        self.last = 0.0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if self.training:
-            self.steps += 1
-        self.cache = torch.full((8,), 0.1)
-        y = self.head(self.body(x) + self.cache) * (1 + 0.01 * self.steps)
-        self.last = float(y.detach().sum())
-        return y
-
-
-@pytest.mark.parametrize(
-    "methods",
-    [
-        {"model": lambda _: Normed()},
-        {
-            "loss": lambda _, m, b: F.mse_loss(
-                m(b.fields["x"]), torch.randn_like(b.fields["y"]), reduction="none"
-            )
-        },
-        {"loss": lambda _, m, b: F.dropout(m(b.fields["x"]) - b.fields["y"], 0.3).square()},
-    ],
-    ids=["buffers", "noise", "dropout"],
-)
-def test_no_false_alarm(methods: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for seed in range(5):
-        torch.manual_seed(seed)
-        check(**methods)
-    assert not capsys.readouterr().err
 
 
 class Counter(nn.Module):
@@ -199,24 +142,14 @@ class Averaged(nn.Module):
         return self.student(x) + 0 * self.teacher(x)
 
 
-@functools.cache
-def cached() -> nn.Module:
-    return nn.Linear(2, 1)
-
-
 SHARED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
     "itself": (lambda _: NET, "weight, bias"),
-    "in a cache": (lambda _: cached(), "weight, bias"),
-    "in a new wrapper": (lambda _: nn.Sequential(NET, nn.Linear(1, 1)), "0.weight, 0.bias"),
     "in a list": (lambda _: nn.Sequential(nn.Sequential(nn.ModuleList([NET])[0])), "0.0.weight"),
-    "a shallow copy": (lambda _: copy.copy(NET), "weight, bias"),
     "a view": (lambda _: with_weight(FLAT[2:4].view(1, 2)), "weight"),
     "an array": (lambda _: with_weight(torch.from_numpy(ARRAY)), "weight"),
-    "part of an array": (lambda _: with_weight(torch.from_numpy(ARRAY[:, 0:2])), "weight"),
     "a state that was assigned": (lambda _: with_weight(FLAT[:2].view(1, 2).clone(), SAVED), "weight, bias"),
     "frozen, with statistics": (lambda _: nn.Sequential(FROZEN.train(), nn.Linear(2, 1)), "0.1.running_mean"),
     "an average": (lambda _: Averaged(NET, False), "teacher.weight"),
-    "an average of .data": (lambda _: Averaged(NET, True), "teacher.weight"),
 }
 
 
@@ -232,57 +165,6 @@ def test_a_model_that_is_not_a_new_one_each_time_is_refused(how: str) -> None:
     assert str(kept) == str([NET.state_dict(), FROZEN.state_dict(), FLAT, ARRAY, SAVED])
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.two.weight, self.head = self.one.weight, nn.Linear(2, 1)
-        self.register_buffer("scale", FLAT[:2])  # a constant that all models have in common
-        self.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(self.two(self.one(x)) + self.scale)
-
-
-KEPT = list[nn.Module]()
-
-
-def remembered() -> nn.Module:
-    KEPT.append(nn.Linear(2, 1))
-    return KEPT[-1]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda _: copy.deepcopy(NET.requires_grad_(True)), id="a deep copy"),
-        pytest.param(lambda _: Tied(), id="tied within, with constants"),
-        pytest.param(
-            lambda _: nn.Sequential(FROZEN.eval(), nn.Linear(2, 1)), id="frozen, without statistics"
-        ),
-        pytest.param(lambda _: remembered(), id="remembered, but a new one"),
-        pytest.param(lambda _: with_weight(torch.from_numpy(np.ones((1, 2), np.float32))), id="new arrays"),
-        pytest.param(lambda _: with_weight(FLAT[2:4].view(1, 2).clone()), id="a copy of a view"),
-    ],
-)
-def test_what_is_new_or_is_never_changed_passes(make: Callable[[Any], nn.Module]) -> None:
-    check(model=make)
-
-
-def test_a_trial_has_one_model_at_a_time() -> None:
-    """A large one needs its memory once."""
-    made = list[weakref.ref[nn.Module]]()
-
-    def model(_: Any) -> nn.Module:
-        assert not any(one() for one in made)
-        net = nn.Linear(2, 1)
-        made.append(weakref.ref(net))
-        return net
-
-    check(model=model)
-    assert len(made) > 1
-
-
 def test_a_trial_draws_no_numbers_that_the_training_would_have_had() -> None:
     np.random.seed(3)
     check(model=lambda _: with_weight(torch.from_numpy(np.random.rand(1, 2).astype(np.float32))))
@@ -296,9 +178,7 @@ def test_a_trial_draws_no_numbers_that_the_training_would_have_had() -> None:
     [
         ({}, True),
         ({"metric": "accuracy"}, False),
-        ({"metric": "top5_accuracy"}, False),
         ({"metric": "mae", "mode": "min"}, True),
-        ({"metric": "map", "mode": "max"}, False),
         ({"mode": "max"}, False),
     ],
 )
@@ -318,30 +198,12 @@ def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], messa
         CustomTask(type("Mine", (Small,), attributes)(), "mine")
 
 
-@pytest.mark.parametrize(
-    ("taken", "told"), [(lambda batch: [*batch], 'batch["x"] "0"'), (lambda batch: batch[0], "0 'x' 'y'")]
-)
-def test_what_takes_a_batch_apart_as_a_tuple_is_told_the_names(taken: Any, told: str) -> None:
-    with refused(told):
-        check(loss=lambda _, model, batch: model(taken(batch)[0]))
-
-
 def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return {"loss": model(batch.fields["x"])[:, 0], "score": batch.fields["x"][:, 0]}
 
 
-def many(_: Small) -> Any:
-    """More samples than `summarize` is tried on."""
-    x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
-    return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
-
-
 def broken(_: Small, rows: Any) -> Any:
     return {"auc": float(rows["scores"].sum())}
-
-
-def complaining(*_: Any) -> Any:
-    raise ValueError("only one class")
 
 
 AUC = {"metric": "auc", "mode": "max", "measure": rows}
@@ -355,37 +217,11 @@ AUC = {"metric": "auc", "mode": "max", "measure": rows}
             "auc",
         ),
         ({"summarize": broken}, "KeyError scores"),
-        ({"summarize": lambda *_: 0.5}, "summarize"),
-        ({"summarize": lambda *_: {"auc": torch.zeros(3)}}, "auc 3"),
-        ({"summarize": complaining}, "ValueError"),
-        ({"metric": "score", "summarize": lambda *_: {}}, "score"),
     ],
 )
 def test_summarize_is_tried(methods: dict[str, Any], message: str) -> None:
     with refused(message):
         check(**AUC | methods)
-
-
-def test_summarize_is_tried_on_as_many_rows_as_there_will_be(capsys: pytest.CaptureFixture[str]) -> None:
-    """And a complaint about what few of them lack is only told."""
-    labels = torch.arange(100)
-
-    def summarize(_: Small, rows: Any) -> Any:
-        return {"auc": (rows["score"] - labels).mean(), "n": np.float32(len(rows["score"]))}
-
-    check(**AUC, data=many, summarize=summarize)
-    assert not capsys.readouterr().err
-    check(**AUC, data=many, summarize=complaining)
-    assert "ValueError: only one class" in capsys.readouterr().err
-
-
-def test_figures_of_summarize_are_plain_numbers() -> None:
-    mine = type(
-        "Mine", (Small,), {**AUC, "summarize": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
-    )
-    task: Any = CustomTask(mine(), "mine")
-    metrics = task.summarize({})
-    assert {name: type(value) for name, value in metrics.items()} == {"auc": float, "t": float}
 
 
 def doubled(_: Any) -> Any:
@@ -403,7 +239,6 @@ def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
     ("num_items", "message"),
     [
         (np.zeros(10, np.int64), "num_items 0"),
-        (np.full(10, -1), "number"),
         (np.ones(10), "number"),
     ],
 )
@@ -414,109 +249,21 @@ def test_units_are_counts(num_items: Any, message: str) -> None:
         check(data=lambda _: (part, part), reduction="mean")
 
 
-class Held(nn.Linear):
-    """With a tensor of another type in it."""
-
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        super().__init__(2, 1)
-        for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(name, tensor)
-            else:
-                self.register_buffer(name, tensor)
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "message"),
-    [
-        ("phase", lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64, which the fused"),
-        ("phase", lambda: torch.ones(2, dtype=torch.complex128), "complex128, which safetensors can't hold"),
-        ("phase", lambda: torch.ones(2, dtype=torch.complex64), ""),
-    ],
-)
-def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: str, here: Path) -> None:
-    """Refused before the start where they would fail, whatever the task; else trained and saved."""
-    own = type("Mine", (Small,), {"model": lambda _: Held(**{name: make()})})
-    settings = {
-        "epochs": 1,
-        "data.global_batch_size": 4,
-        "data.micro_batch_size": 4,
-        "ema.decay": 0.9,
-        "checkpoint.every": 1,
-        "parallel.threads": 1,
-    }
-    if message:
-        with pytest.raises(BadInputError, match=f"'{name}' is {message}"):
-            trainer.fit(own, settings)
-        assert not (here / "runs").exists()
-    else:
-        assert torch.equal(trainer.fit(own, settings).model().get_buffer("phase"), make())
-
-
-LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
-
-
-@pytest.mark.parametrize("given", [(LOADER, LOADER), LOADER, [LOADER]])
-def test_loaders_are_no_data(given: Any) -> None:
-    with refused("DataLoader loader.dataset"):
-        CustomTask(type("Mine", (Small,), {"data": lambda _: given})(), "mine.py")
-
-
-class Light(nn.Module):
-    """As for another trainer."""
-
-    def training_step(self, batch: Any, _: int) -> None:
-        """Is `loss` here."""
-
-    def configure_optimizers(self) -> None:
-        """Is `optimizer` here."""
-
-
-def test_methods_of_other_trainers_are_named_by_ours() -> None:
-    line = "training_step"
-    with refused(line):
-        CustomTask(Light(), "mine.py")
-    with refused("class"):
-        CustomTask(nn.Linear(2, 2), "mine.py")
-    logs = type("Mine", (Small,), {"loss": lambda s, *_: s.log("loss", 1)})
-    with refused("log"):
-        CustomTask(logs(), "mine.py").check()
-    assert CustomTask(type("Mine", (Small,), {"training_step": 3})(), "mine.py"), "its own affair"
-
-
-@pytest.mark.parametrize(
-    "model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(2, 1))]
-)
-def test_what_has_no_shape_yet_is_refused(model: Callable[[Any], nn.Module], here: Path) -> None:
+def test_what_has_no_shape_yet_is_refused(here: Path) -> None:
     with pytest.raises(BadInputError, match="has no shape yet"):
         trainer.fit(
-            type("Mine", (Small,), {"model": model}),
+            type("Mine", (Small,), {"model": lambda _: nn.LazyLinear(1)}),
             {"data.global_batch_size": 4, "data.micro_batch_size": 4},
         )
     assert not (here / "runs").exists()
 
 
-def test_predict_says_what_is_missing() -> None:
-    run: Any = SimpleNamespace(
-        recipe=SimpleNamespace(task="mine.py"), task=CustomTask(Small(), "mine.py"), folder="run"
-    )
-    with refused("mine.py"):
-        _show(run)
-
-
 FILES = [
     ("def x(:\n", "mine.py 1"),
     ("RECIPE = dict(epochs=1)\n", "1 RECIPE"),
-    ("RECIPE = 3\n", "RECIPE"),
     ("RECIPE = {'epochz': 1}\n", "epochz epochs"),
-    ("RECIPE = {'model': {'name': 'resnet18'}}\n", "model"),
     ("import nothing_like_it\n", "mine.py 1 ModuleNotFoundError nothing_like_it"),
-    ("x = 1\n", "class loss"),
-    ("from .foo import bar\n", "mine.py 1 ImportError"),
-    ("B = type('B', (), {'loss': 0, '__module__': 'other'})\n", "class"),
     ("class A:\n    def loss(self): ...\nclass B(A): ...\n", "A B"),
-    ("class A:\n    def loss(self): ...\n    def __init__(self, x): ...\n", "TypeError"),
-    ("class A:\n    def loss(self): ...\n", "data"),
     (
         "class A:\n    def data(self):\n        return [][0]\n    model = loss = measure = data\n",
         "3",
@@ -536,27 +283,15 @@ def test_a_file_with_something_wrong(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "langage"}, "language"),
         ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco task=audio"),
         ({"task": "language", "model": {"name": "resnet18"}}, "task=language"),
-        (
-            {"task": "audio", "regularization": {"mixup": 0.2}},
-            "task=audio",
-        ),
         ({"task": "language", "model": {"width": 64}}, "model.width task=language"),
-        ({"task": "audio", "data": {"augment": "flip"}}, "data.augment task=audio"),
-        ({"detection": {"flip": 0.5}}, "task=classification"),
+        ({"task": "audio", "regularization": {"mixup": 0.2}}, "task=audio"),
     ],
 )
 def test_a_task_goes_with_its_data_and_model(settings: dict[str, Any], message: str) -> None:
     with refused(message):
         validated(Recipe, {"epochs": 1, **settings}, "here")
-
-
-def test_each_task_has_data_and_a_model_of_its_own() -> None:
-    recipe = validated(Recipe, {"epochs": 1, "task": "audio"}, "here")
-    assert (recipe.data.name, recipe.model.name) == ("dtmf", "audio_cnn")
-    assert validated(Recipe, recipe.model_dump(mode="json"), "again") == recipe
 
 
 def test_padding_never_comes_to_the_methods() -> None:
@@ -595,26 +330,13 @@ def test_a_slip_of_an_optional_name_is_an_error() -> None:
     def made(**names: Any) -> CustomTask:
         return CustomTask(type("Mine", (type("Base", (Small,), names),), {})(), "mine.py")
 
-    slips = {"optimiser": "optimizer", "schedular": "scheduler", "transform": "transforms"}
-    for name, meant in {**slips, "summarise": "summarize", "collate_fn": "collate"}.items():
-        for given in (method, staticmethod(method)):
-            with pytest.raises(BadInputError) as caught:
-                made(**{name: given})
-            assert named(str(caught.value), f"{name} {meant}")
+    slips = {"optimiser": "optimizer", "transform": "transforms"}
+    for name, meant in {**slips, "collate_fn": "collate"}.items():
+        with refused(f"{name} {meant}"):
+            made(**{name: method})
     for name, meant in {
         "metrics": "metric",
-        "modes": "mode",
-        "loses": "losses",
         "uniform": "uniforms",
     }.items():
         with refused(f"{name} {meant}"):
             made(**{name: 1})
-
-
-def test_other_names_of_ones_own_are_free() -> None:
-    def method(*_: Any) -> None:
-        return None
-
-    names = ("_optimiser", "training_step", "summary", "metrics", "input_size")
-    own = {**dict.fromkeys(names, method), "input": 3, "inputs": method, "input_": method}
-    CustomTask(type("Mine", (Small,), own)(), "mine.py")

@@ -2,7 +2,6 @@
 start; what is generated is what the model says; the packaged recipes run.
 """
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,15 @@ import pytest
 import tokenizers
 import torch
 
+from tests.helpers.refusals import refused
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.commands.predict.text import encoder_of
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
-from trainer.config.tasks import LanguageConfig
 from trainer.data.formats.text import decode_text, encode_text
 from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokens import TOKENS
-from trainer.errors import BadInputError
 from trainer.models.gpt import generated
 from trainer.train.components.task import check_request, make_task
 from trainer.train.step import train_step
@@ -44,7 +42,7 @@ def token_folder(folder: Path, text: bytes = b"to be or not to be, that is the q
     return folder
 
 
-@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
+@pytest.mark.parametrize("way", ["stream", "padded"])
 def test_token_files_are_read_in_every_way(tmp_path: Path, way: str) -> None:
     recipe, task = run_of(token_folder(tmp_path), text=way)
     check_request(recipe, task, 1)
@@ -55,60 +53,43 @@ def test_token_files_are_read_in_every_way(tmp_path: Path, way: str) -> None:
     assert (about["vocabulary"], about["tokenizer"], about["end_of_document"]) == (257, "bytes", 256)
 
 
-@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
-def test_a_token_above_the_vocabulary_is_found_before_the_start(tmp_path: Path, way: str) -> None:
+def test_a_token_above_the_vocabulary_is_found(tmp_path: Path) -> None:
+    """Before the start, and without a launcher where it is read."""
     folder = token_folder(tmp_path)
     tokens = np.fromfile(folder / "train.bin", np.uint16)
     tokens[26] = 300
     tokens.tofile(folder / "train.bin")
-    with pytest.raises(BadInputError, match=r"train\.bin: sample 2 holds token 300, .* vocabulary is 257"):
-        check_request(*run_of(folder, text=way), 1)
+    recipe, task = run_of(folder, text="stream")
+    with refused("train.bin", "sample 2", 300, 257):
+        check_request(recipe, task, 1)
+    with refused("sample 2", 300, 257):
+        task.train_data.read(np.array([2]), None, {TOKENS: np.zeros((1, 13), np.uint16)})
 
 
-def test_a_token_above_the_vocabulary_is_found_without_a_launcher_too(tmp_path: Path) -> None:
-    for name in ("train", "val"):
-        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-    _, task = run_of(tmp_path, dtype="uint16", vocabulary=90)
-    out = {TOKENS: np.zeros((2, 13), np.uint16)}
-    with pytest.raises(BadInputError, match="sample 7 holds token 96, but the vocabulary is 90"):
-        task.train_data.read(np.array([1, 7]), None, out)
-
-
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    folder = token_folder(tmp_path)
-    with pytest.raises(BadInputError, match="too few for a sample of 99"):
-        run_of(folder, sequence_length=99)
-    with pytest.raises(BadInputError, match=r"sample 0 holds token 116, .* raise language\.vocabulary"):
-        check_request(*run_of(folder, vocabulary=100), 1)
-    with pytest.raises(BadInputError, match=r"language\.stride is for"):
-        run_of(folder, stride=2)
-    (folder / "val.bin.json").unlink()
-    with pytest.raises(BadInputError, match=r"give language\.dtype and language\.vocabulary"):
-        run_of(folder)
-    with pytest.raises(BadInputError, match=r"data\.path is missing"):
-        make_task(make_recipe(task="language", data={"name": "tokens"}))
+@pytest.mark.parametrize(
+    ("name", "language", "names"),
+    [
+        ("tokens", {"sequence_length": 99}, "99"),
+        ("tokens", {"stride": 2}, "language.stride"),
+        ("characters", {"text": "packed"}, "packed"),
+        ("short", {}, "input.txt 8"),
+        ("none", {}, "data.path"),
+    ],
+)
+def test_bad_input_is_one_line(name: str, language: Any, names: str, tmp_path: Path) -> None:
     text = tmp_path / "input.txt"
-    text.write_text("ab")
-    with pytest.raises(BadInputError, match="no text to learn from"):
-        make_task(make_recipe(task="language", data={"name": "text", "path": str(text)}))
-    text.write_text("abcd" * 100)
-    with pytest.raises(BadInputError, match="are for documents, and there are none"):
-        make_task(
-            make_recipe(
-                task="language", data={"name": "text", "path": str(text)}, language=SMALL | {"text": "packed"}
-            )
-        )
-    text.write_text("abcd" * 40)
-    with pytest.raises(BadInputError, match="too few for a sample"):
-        make_task(make_recipe(task="language", data={"name": "text", "path": str(text)}))
-    for keys, what in (({"heads": 3}, "multiple of language.heads"), ({"width": 6}, "even number")):
-        with pytest.raises(ValueError, match=what):
-            LanguageConfig(**SMALL | keys)
+    text.write_text("abcd" * (100 if name == "characters" else 2))
+    path = {"tokens": token_folder(tmp_path), "none": None}.get(name, text)
+    kind = "tokens" if name in ("tokens", "none") else "text"
+    with refused(names):
+        make_task(make_recipe(task="language", data={"name": kind, "path": path}, language=SMALL | language))
 
 
 def test_nanogpts_files_need_their_dtype_and_vocabulary(tmp_path: Path) -> None:
     for name in ("train", "val"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    with refused("language.dtype language.vocabulary"):
+        run_of(tmp_path)
     _, task = run_of(tmp_path, dtype="uint16", vocabulary=50257)
     assert task.describe()["vocabulary"] == 50257
     assert (task.metric, task.lower_is_better) == ("loss", True)
@@ -136,7 +117,7 @@ def test_text_becomes_tokens_and_text_again() -> None:
     assert decode_text(encode_text("größer", "bytes"), "bytes") == "größer"
     assert decode_text([103, 195], "bytes") == "g\ufffd"
     assert decode_text(encode_text("cab", "characters", "abc"), "characters", "abc") == "cab"
-    with pytest.raises(BadInputError, match="holds no 'x'"):
+    with refused("'x'"):
         encode_text("x", "characters", "abc")
 
 
@@ -165,7 +146,7 @@ def test_generating_is_what_the_model_says() -> None:
     assert float((counts / 600 - wanted).abs().max()) < 0.08
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "gpt-stdlib-gpu", "gpt-char-gpu"])
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt-char-gpu"])
 def test_the_large_recipes_have_a_dry_run(name: str) -> None:
     """Random tokens, and shapes alone: on two cores a step of theirs takes minutes."""
     values = read_recipe(name)
@@ -185,26 +166,7 @@ def test_the_large_recipes_have_a_dry_run(name: str) -> None:
     assert model(tokens).shape == (2, recipe.language.sequence_length, vocabulary)
 
 
-@pytest.mark.parametrize(("way", "mode"), [("stream", "fp32"), ("packed", "bf16"), ("padded", "bf16")])
-def test_a_step_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> None:
-    recipe = make_recipe(
-        task="language",
-        language={**SMALL, "text": way, "dropout": 0.1},
-        data={"name": "synthetic", "samples": 32, "micro_batch_size": 4, "global_batch_size": 8},
-        memory={"checkpointing": "blocks"},
-        precision={"mode": mode},
-        parallel={"reduction": "tree", "threads": 1},
-        optim={"name": "muon"},
-    )
-    task = make_task(recipe)
-    check_request(recipe, task, 1)
-    run = build_alone(recipe, task)
-    train_step(run, run.loader(run.share.batches()), 0)
-    assert abs(float(run.state.loss) - math.log(256)) < 0.5
-
-
-@pytest.mark.parametrize("way", ["stream", "packed"])
-def test_another_tokenizer_of_the_same_name_and_size_is_refused(tmp_path: Path, way: str) -> None:
+def test_another_tokenizer_of_the_same_name_and_size_is_refused(tmp_path: Path) -> None:
     for name, words in (("one", ("a", "b")), ("two", ("b", "a"))):
         made = tokenizers.Tokenizer(
             tokenizers.models.WordLevel({word: number for number, word in enumerate((*words, "</s>"))}, "a")
@@ -219,11 +181,11 @@ def test_another_tokenizer_of_the_same_name_and_size_is_refused(tmp_path: Path, 
                 tmp_path / name / f"{split}.bin",
                 f"bpe:{tmp_path / name / 'tokenizer.json'}",
             )
-    recipe, task = run_of(tmp_path / "one", text=way)
+    recipe, task = run_of(tmp_path / "one", text="packed")
     assert task.more_data(recipe.data, None).fingerprint() == task.evaluation_data.fingerprint()
-    with pytest.raises(BadInputError, match=r"tokenizers? .*tokenizer_sha256"):
+    with refused("tokenizer_sha256"):
         task.more_data(recipe.data.model_copy(update={"path": tmp_path / "two"}), None)
     facts = task.describe()
     assert encoder_of(f"bpe:{tmp_path / 'one' / 'tokenizer.json'}", facts)
-    with pytest.raises(BadInputError, match="isn't the file that the run's tokens are of"):
+    with refused(tmp_path / "two" / "tokenizer.json"):
         encoder_of(f"bpe:{tmp_path / 'two' / 'tokenizer.json'}", facts)
