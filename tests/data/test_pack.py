@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,6 @@ import pytest
 from PIL import Image
 
 from benchmarks.photographs import write_photographs
-from tests.data.test_left_out import archive
 from tests.helpers import preloaded
 from tests.helpers.rows import read_rows
 from tests.helpers.waiting import until
@@ -30,7 +28,6 @@ from trainer.cli import main
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import UNFINISHED, PackSettings, _work_off, pack, samples_per_shard
 from trainer.data.formats.sharded import COLUMNS, INDEX, in_shards
-from trainer.data.formats.tar_shards import index_shards
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 
@@ -333,41 +330,6 @@ def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert np.allclose(found["std"], pixels.std(0), atol=1e-4)
     assert main(["data", "stats", str(tmp_path / "d")]) == 0
     assert "decode us" in capsys.readouterr().out
-
-
-PICTURE = b"picture"
-
-
-def test_folders_without_shards(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"no \.tar files"):
-        index_shards(tmp_path)
-    (tmp_path / "a.tar.gz").write_bytes(b"")
-    with pytest.raises(BadInputError, match="compressed tar"):
-        index_shards(tmp_path)
-
-
-def test_links_in_a_shard_are_not_left_out(tmp_path: Path) -> None:
-    (tmp_path / "0.tar").write_bytes(archive(("x.jpg", PICTURE), ("x.cls", b"1")))
-    with tarfile.open(tmp_path / "0.tar", "a") as tar:
-        entry = tarfile.TarInfo("y.jpg")
-        entry.type, entry.linkname = tarfile.LNKTYPE, "x.jpg"
-        tar.addfile(entry)
-    with pytest.raises(BadInputError, match=r"'y\.jpg' is a link"):
-        index_shards(tmp_path)
-    (tmp_path / "0.tar").rename(tmp_path / "a\\b.tar")
-    (tmp_path / "a\\b.tar").write_bytes(archive(("x.jpg", PICTURE), ("x.cls", b"1")))
-    with pytest.raises(BadInputError, match="can't hold this name"):
-        index_shards(tmp_path)
-
-
-def test_labels_of_shards(tmp_path: Path) -> None:
-    members = [("a/x.y.jpg", b"1"), ("a/x.cls", b"7\n"), ("b/x.json", b'{"label": 2}'), ("b/x.PNG", b"2")]
-    (tmp_path / "0.tar").write_bytes(archive(*members))
-    index_shards(tmp_path)
-    shards = in_shards(tmp_path)
-    assert shards.labels.tolist() == [2]
-    assert list(shards.classes) == ["0", "1", "2"]
-    assert shards.read(0) == b"2"
 
 
 def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.test_left_out import archive, sample
+from tests.data.test_tars import archive, sample
 from tests.helpers.remote import Web, files_below
 from trainer.config.data import DataConfig
 from trainer.data.formats.pack import PackSettings, pack
