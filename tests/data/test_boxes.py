@@ -22,7 +22,6 @@ from trainer.data.formats.boxes import (
     BoxAugment,
     BoxedImages,
     Picture,
-    flipped,
     mosaic,
     moved,
     paste,
@@ -63,15 +62,6 @@ def assert_white_inside(picture: Picture, factor: float) -> None:
         rows = slice(int(np.ceil(top)) + rim, max(0, int(bottom) - rim))
         columns = slice(int(np.ceil(left)) + rim, max(0, int(right) - rim))
         assert (picture.image[rows, columns] > 250).all()
-
-
-@given(pictures())
-def test_twice_flipped_is_the_same(picture: Picture) -> None:
-    once = flipped(picture)
-    assert_inside(once, *picture.image.shape[:2])
-    twice = flipped(once)
-    np.testing.assert_array_equal(twice.image, picture.image)
-    np.testing.assert_array_equal(twice.boxes, picture.boxes)
 
 
 @pytest.mark.compat

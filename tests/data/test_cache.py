@@ -116,21 +116,6 @@ def test_a_kill_during_a_download_leaves_nothing_that_is_taken_for_whole(web: We
     assert (kept(tmp_path), parts(tmp_path)) == ({"one"}, [])
 
 
-def test_what_a_killed_process_left_makes_room_first(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, 2 * SIZE)
-    read(place, "one")
-    left = tmp_path / f"{place_of(tmp_path, 'two').name}.part"
-    left.write_bytes(bytes(SIZE))
-    read(place, "three")
-    assert (kept(tmp_path), parts(tmp_path)) == ({"one", "three"}, [])
-
-
-def test_a_leftover_of_the_same_shard_does_not_count_twice(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, SIZE)
-    (tmp_path / f"{place_of(tmp_path, 'one').name}.part").write_bytes(bytes(SIZE))
-    assert read(place, "one") == content("one")
-
-
 def test_wrong_content_is_fetched_once_more(web: Web, tmp_path: Path) -> None:
     place = Cached(f"{web.url}/data", tmp_path, None)
     web.app.faults["one"] = iter(["damage"])
@@ -256,12 +241,6 @@ def test_a_disk_that_fails_is_told(
     assert list(tmp_path.glob("*.shard*")) == []
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BadInputError, match=r"data.cache=.*/file/cache: can't be used \(Not a directory\)"):
-        open_cached("https://host/x", tmp_path / "file" / "cache", None)
-
-
 # The index.
 
 
@@ -351,25 +330,6 @@ def test_a_piece_that_others_changed_is_named_and_fetched_again(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trainer: data.cache: {path} ") and line.endswith(": it is fetched again")
     assert web.app.asked == {"/data/one": 2}
-
-
-def test_a_piece_that_is_a_link_is_told(web: Web, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_bytes(content("one"))
-    place_of(tmp_path, "one").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BadInputError, match=f"data.cache={tmp_path}: can't be used"):
-        Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
-
-
-def test_without_a_network_a_changed_piece_is_no_piece(
-    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, None)
-    read(place, "one")
-    broken(place_of(tmp_path, "one"), "in place")
-    web.close()
-    with pytest.raises(BadInputError, match="/data/one: can't be reached"):
-        place.open(shard("one"))
-    assert "was changed (its SHA-256 isn't what the index says)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("pack")

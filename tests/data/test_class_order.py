@@ -74,17 +74,6 @@ def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
     assert stats.chi2_contingency([counts[there], theirs[there]]).pvalue > 0.001
 
 
-@pytest.mark.xdist_group("scipy")
-def test_draws_are_independent_of_one_another() -> None:
-    """Of neighbors, of the same position in neighboring epochs, and of class and sample in it."""
-    from scipy import stats
-
-    label = LABELS[all_of(plan())]
-    for first, second in ((label[:-1], label[1:]), (label[:-100], label[100:])):
-        table = np.bincount(first * 3 + second, minlength=9).reshape(3, 3)
-        assert stats.chi2_contingency(table).pvalue > 0.001
-
-
 @pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
 def test_a_draw_is_looked_up_from_any_start_and_for_any_number_of_ranks(last: Last) -> None:
     order = plan(last=last, epochs=3)
@@ -100,12 +89,6 @@ def test_a_draw_is_looked_up_from_any_start_and_for_any_number_of_ranks(last: La
             one.micro_batches(np.arange(one.batches()[-1] + 1).reshape(order.steps, -1)) for one in shares
         ]
         assert np.array_equal(order.read(np.concatenate(steps, 1).reshape(-1)).sample, whole.sample)
-
-
-def test_epochs_and_seeds_draw_others() -> None:
-    first, other = all_of(plan()), all_of(plan(seed=4))
-    assert (first[:100] != first[100:200]).mean() > 0.9
-    assert (first[:100] != other[:100]).mean() > 0.9
 
 
 @pytest.mark.compat

@@ -56,18 +56,6 @@ def test_no_slot_is_written_and_no_batch_used_or_freed_too_early(
     assert cuda.problems == []
 
 
-def test_a_copy_is_under_way_while_the_batch_before_is_computed(cuda: Cuda) -> None:
-    a_pass(cuda, 4, staged=False)
-    order = [what for _, what, _ in cuda.done]
-    assert order == [
-        *("copies to the device", "copies to the device", "computes"),
-        *("copies to the device", "computes") * 2,
-        "computes",
-    ]
-    assert {stream for stream, what, _ in cuda.done if what == "computes"} == {0}
-    assert {stream for stream, what, _ in cuda.done if what != "computes"} == {1}
-
-
 def test_passes_share_one_stream(cuda: Cuda) -> None:
     """What a stream's copies leave in the allocator no other stream can take: each would hold its own."""
     for _ in range(3):

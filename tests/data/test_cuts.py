@@ -79,32 +79,6 @@ def test_a_random_cut_is_torchvisions_with_the_same_numbers(
         assert found == torchvisions_cut(monkeypatch, height, width, numbers)
 
 
-@pytest.mark.parametrize("shares", [(0.05, 1.0), (0.5, 0.5), (0.9, 1.0), (1e-6, 1e-5)])
-def test_the_areas_that_training_cuts_are_a_key(
-    shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for numbers in uniforms(2, np.zeros(30, np.int64), np.arange(30), 4).tolist():
-        found = random_cut(375, 500, *numbers, shares=shares)
-        assert found == torchvisions_cut(monkeypatch, 375, 500, numbers, shares)
-
-
-def test_what_is_drawn_again_is_uniform_and_of_its_own() -> None:
-    numbers = uniforms(0, np.zeros(1000, np.int64), np.arange(1000), 4).astype(np.float64)
-    again = np.array([[crop._drawn_again(row, attempt) for attempt in (1, 2)] for row in numbers.tolist()])
-    columns = np.concatenate([numbers, again.reshape(1000, 8)], axis=1)
-    assert ((columns >= 0) & (columns < 1)).all()
-    assert abs(columns.mean(0) - 0.5).max() < 0.05
-    assert abs(columns.std(0) - 12**-0.5).max() < 0.02
-    assert abs(np.corrcoef(columns.T) - np.eye(12)).max() < 0.13
-
-
-def test_a_wide_image_keeps_its_aspect() -> None:
-    """Shortened to what fits it would be squeezed when it is resized."""
-    for numbers in uniforms(1, np.zeros(300, np.int64), np.arange(300), 4).tolist():
-        box = random_cut(1000, 3000, *numbers)
-        assert 0.74 < box.width / box.height < 1.35
-
-
 @pytest.mark.parametrize(("height", "width"), SHAPES)
 @pytest.mark.parametrize(
     ("side", "share", "short"), [(32, 0.875, 37), (224, 0.875, 256), (224, 0.95, 236), (224, 1, 224)]
@@ -121,12 +95,6 @@ def test_an_evaluation_image_is_torchvisions_resize_and_center_crop(
     # Where a processor has no AVX2, torchvision resizes as floats.
     rounding = 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 1
     assert (resized_middle(seen, side, share).int() - expected.int()).abs().max() <= rounding
-
-
-def test_a_line_of_a_million_pixels_takes_little_memory() -> None:
-    cut = middle_cut(1, 1_000_000)
-    assert cut == Box(0, 499_984, 1, 32)
-    assert resized_middle(torch.zeros(1, 3, 1, 32, dtype=torch.uint8), 224).shape == (1, 3, 224, 224)
 
 
 def encoded(mode: str, pixels: npt.NDArray[np.uint8], path: Path) -> Image.Image:

@@ -18,13 +18,9 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box, snapped_cut
 from trainer.data.formats.orientation import (
-    apply_orientation,
     orientation as orientation_of_file,
-    stored_box,
-    turned_size,
 )
 from trainer.data.formats.records import Reading
-from trainer.data.formats.signatures import what_it_is
 
 UPRIGHT = Reading(upright=True)
 
@@ -85,12 +81,6 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
     assert orientation_of_file(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
 
 
-@pytest.mark.parametrize("tags", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0" + b"\xff" * 40])
-def test_damaged_exif_turns_nothing(tags: bytes) -> None:
-    data = encoded(picture(), "JPEG", exif=tags)
-    assert torch.equal(decode.decode_whole(data, UPRIGHT), decode.decode_whole(data))
-
-
 def test_a_scaled_cut_is_turned_too() -> None:
     plain = noise(640, 480, grain=80)
     data = encoded(plain, "JPEG", quality=95, exif=exif(6))
@@ -100,18 +90,6 @@ def test_a_scaled_cut_is_turned_too() -> None:
     assert small.shape[2:] == (50, 51)
     there, here = (decode.resize(image, 50, 50).float() for image in (full, small))
     assert (there - here).abs().mean() < 8
-
-
-def test_boxes_go_there_and_back() -> None:
-    image = torch.arange(5 * 7).reshape(1, 1, 5, 7)
-    for orientation in range(1, 9):
-        upright = apply_orientation(image, orientation)
-        assert tuple(upright.shape[2:]) == turned_size(orientation, 5, 7)
-        top, left, height, width = box = Box(1, 2, 3, 2)
-        there = stored_box(box, orientation, 5, 7)
-        cut = image[:, :, there.top : there.top + there.height, there.left : there.left + there.width]
-        expected = upright[:, :, top : top + height, left : left + width]
-        assert torch.equal(apply_orientation(cut, orientation), expected)
 
 
 # 16 bits
@@ -132,11 +110,6 @@ def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, bits: 
     ramp = np.linspace(0, most, 1200).astype(np.uint16).reshape(30, 40)
     assert np.array_equal(found, ramp >> (bits - 8))
     assert rows(decode.decode_whole(data, Reading(bits=16))).max() == most >> 8, "as it is, if that is wanted"
-
-
-def test_what_is_black_in_truth_and_what_is_too_large_for_its_bits() -> None:
-    assert rows(decode.decode_whole(deep(0, "PNG"))).max() == 0
-    assert rows(decode.decode_whole(deep(60_000, "PNG"), Reading(bits=12))).max() == 255
 
 
 @pytest.mark.parametrize("maximum", [65535, 4095])
@@ -311,46 +284,6 @@ def test_a_message_says_what_a_file_is(what: str) -> None:
     assert "0x7" not in line
     assert "\n" not in line
     assert len(line) < 200
-
-
-def test_what_is_read_is_not_said_to_be_foreign() -> None:
-    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
-        data = encoded(picture(), kind)
-        for end in (12, 40, len(data) // 2):
-            line = refused(data[:end])
-            assert "isn't read" not in line, kind
-            assert " at 0x" not in line, kind
-        assert "that is cut off or damaged" in what_it_is(data), kind
-
-
-@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
-def test_what_pillow_can_read_is_read(kind: str) -> None:
-    if not features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind]):
-        pytest.skip(f"this PIL doesn't read {kind}")
-    data = encoded(picture(), kind)
-    assert np.array_equal(
-        rows(decode.decode_whole(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    )
-
-
-@pytest.mark.skipif(not features.check("avif"), reason="no AVIF")
-def test_a_damaged_avif_that_could_be_read_is_not_said_to_be_unread() -> None:
-    data = encoded(picture(), "AVIF")
-    for end in (100, 300, len(data) - 1):
-        assert "not a readable image (an AVIF" in refused(data[:end])
-
-
-@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
-def test_what_pillow_is_built_without_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded(picture(), kind)
-    monkeypatch.setattr(decode, "formats", lambda: decode._FORMATS)
-    assert {"AVIF": "AVIF, which isn't read", "JPEG2000": "a JPEG 2000"}[kind] in refused(data)
-
-
-def test_a_hundred_megapixels_are_read_and_two_hundred_are_named() -> None:
-    line = refused(b"P5 20000 10000 255\n")
-    assert "more than 178,956,970 aren't read" in line
-    assert "make it smaller" in line
 
 
 def noisy_files() -> list[bytearray]:

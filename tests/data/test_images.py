@@ -1,7 +1,6 @@
 """Promise: an image gives the same pixels from every format; what can't be decoded is named or replaced."""
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -20,7 +19,6 @@ from PIL import Image
 from tests.helpers.batches import CPU, read_all
 from tests.helpers.image_folders import (
     SIDE,
-    as_shards,
     encoded,
     opened,
     picture,
@@ -32,7 +30,6 @@ from trainer.data.formats.crop import Box
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.records import Records
-from trainer.data.formats.sharded import in_shards
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.errors import BadInputError
@@ -88,12 +85,6 @@ def test_the_first_frame_of_an_animation(kind: str) -> None:
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     assert np.array_equal(pixels(data), expected)
     assert not np.array_equal(expected, np.asarray(second))
-
-
-def test_one_pixel_is_an_image() -> None:
-    for kind in ("JPEG", "PNG", "WEBP"):
-        cut = decode.cut_out(encoded(Image.new("RGB", (1, 1), (9, 9, 9)), kind), whole)
-        assert decode.resize(cut, SIDE, SIDE).shape == (1, 3, SIDE, SIDE)
 
 
 def bomb_png() -> bytearray:
@@ -232,35 +223,6 @@ def test_workers_and_a_resume_change_no_bit(
         assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
 
 
-def test_a_folder_of_odd_files_loses_only_those_that_are_no_images(tmp_path: Path) -> None:
-    """Whatever they are called: every file is a .png."""
-    odd = {
-        f"good-{mode}": bytes(encoded(picture(mode), "TIFF"))
-        for mode in ("1", "P", "LA", "L", "CMYK", "RGBA")
-    }
-    odd["good-deep"] = bytes(encoded(Image.fromarray(np.full((30, 40), 50_000, np.uint16)), "PNG"))
-    frames = [Image.new("RGB", (40, 30), "red")]
-    odd["good-moving"] = bytes(encoded(picture(), "GIF", save_all=True, append_images=frames))
-    odd |= {f"bad-{name}": bytes(make()) for name, make in BAD.items()}
-    for name, data in odd.items():
-        file = tmp_path / name.partition("-")[0] / f"{name}.png"
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(data)
-    records = in_folder(tmp_path)
-    dataset = ImageDataset(records, SIDE, random_crop=False, on_corrupt="quarantine")
-    out = {
-        name: np.zeros((len(records), *field.shape), field.dtype) for name, field in dataset.fields.items()
-    }
-    bad = dataset.read(np.arange(len(records)), None, out)
-    assert {Path(each.name).stem for each in bad} == {name for name in odd if name.startswith("bad-")}
-    assert out["label"].tolist() == [1] * len(records), "only good ones stand in"
-
-
-def test_a_corrupt_sample_fails_with_its_name(broken: Path) -> None:
-    with pytest.raises(BadInputError, match=r"\.jpg: not a readable image .*on_corrupt=quarantine"):
-        read(in_folder(broken))
-
-
 def test_what_stands_in_is_the_same_in_every_format(broken: Path, tmp_path: Path) -> None:
     expected = read(in_folder(broken), on_corrupt="skip")
     for kind in ("csv", "shards", "pack"):
@@ -382,39 +344,3 @@ def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_p
     os.truncate(tmp_path / "001.tar", 5000)
     with pytest.raises(BadInputError, match=r"5,000 bytes and not .* as when it was indexed"):
         records.read(8)
-
-
-def test_a_closed_loader_leaves_nothing_open(photographs: Path, tmp_path: Path) -> None:
-    def opened_files() -> int:
-        gc.collect()
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = opened_files()
-    for _ in range(2):
-        records = in_shards(as_shards(photographs, tmp_path))
-        share = Share(Plan(30, 4, 4, 1, last="cross", seed=1))
-        loader = RingLoader(Source(ImageDataset(records, SIDE, True), share, 4), CPU, 0, LoaderConfig())
-        next(loader(range(2)))
-        loader.close()
-    del records, loader
-    assert opened_files() <= before
-
-
-class Locked(ImageDataset):
-    """A data set of somebody's that can't be sent."""
-
-    def __init__(self, records: Records) -> None:
-        super().__init__(records, SIDE, random_crop=True)
-        import threading
-
-        self.guard = threading.Lock()
-
-
-@NOT_FORKED
-def test_what_can_not_be_sent_to_a_worker_is_named(photographs: Path) -> None:
-    dataset = Locked(in_folder(photographs))
-    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
-    with pytest.raises(BadInputError, match=r"Locked\.guard \(lock\) can't be sent"):
-        RingLoader(source, CPU, 1, LoaderConfig(start_method="forkserver"))
-    loader = RingLoader(source, CPU, 1, LoaderConfig(start_method="fork"))
-    assert len(read_all(loader, range(2))) == 2

@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import multiprocessing
 import os
 import shutil
 import tarfile
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from tests.helpers.image_folders import as_shards
-from tests.helpers.privileges import permissions_count
 from tests.helpers.refusals import named, refused
 from trainer import cli
 from trainer.config.data import DataConfig
@@ -166,12 +164,6 @@ def test_sets_with_shards_of_one_name_size_and_time_are_told_apart(tmp_path: Pat
     assert made == [("one",), ("two",)]
 
 
-def test_no_shards_are_refused_as_before(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    with refused(tmp_path / "train", ".tar"):
-        open_records(DataConfig(name="shards", path=tmp_path), tmp_path, "train")
-
-
 def some(count: int = 3) -> Index:
     names, labels = [b"%d" % number for number in range(count)], list(range(count))
     return index_of(names, labels, ["a"] * count)._replace(facts={"x": [1, "ü"]}, more={"of": np.arange(2.0)})
@@ -197,15 +189,6 @@ def test_an_index_is_made_again_where_it_is_damaged(tmp_path: Path) -> None:
     for file in tmp_path.glob("*.index"):
         file.write_bytes(b"")
     assert same(kept(tmp_path, ["x"], some), some())
-
-
-def absent(folder: Path) -> Path:
-    return folder / "none" / "of" / "these"
-
-
-def no_folder(folder: Path) -> Path:
-    (folder / "file").write_text("x")
-    return folder / "file"
 
 
 @pytest.mark.parametrize("place", [absent, no_folder, lambda _: Path("/proc/none")])
@@ -237,75 +220,6 @@ def photographs_of(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_read_only_data_have_an_index(tmp_path: Path, indexes: Path) -> None:
-    table = large_table(tmp_path / "d")
-    photographs_of(tmp_path / "d" / "f", 3)
-    folders = [tmp_path / "d", tmp_path / "d" / "f", tmp_path / "d" / "f" / "a"]
-    for folder in folders:
-        folder.chmod(0o555)
-    with permissions_count():
-        with pytest.raises(PermissionError):
-            (tmp_path / "d" / "x").touch()
-        in_table(table, indexes=indexes)
-        records = in_folder(tmp_path / "d" / "f")
-        assert records.keep_hashes(None, make=True) and records.read(1)
-    for folder in folders:
-        folder.chmod(0o755)
-    assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
-
-
-def _start(folder: Path, indexes: Path, at: Any, to: Any) -> None:
-    at.wait()
-    records = in_tars(folder, indexes)
-    files = in_folder(folder.parent / "f")
-    files.keep_hashes(indexes)
-    to.put((records.fingerprint(), [bytes(files.read(sample)) for sample in range(len(files))]))
-
-
-def test_two_starters_make_one_index(photographs: Path, tmp_path: Path, indexes: Path) -> None:
-    (tmp_path / "t").mkdir()
-    folder = as_shards(photographs, tmp_path / "t")
-    photographs_of(tmp_path / "f", 20)
-    context = multiprocessing.get_context("fork")
-    at, to = context.Barrier(2), context.SimpleQueue()
-    starters = [context.Process(target=_start, args=(folder, indexes, at, to)) for _ in range(2)]
-    for starter in starters:
-        starter.start()
-    one, other = to.get(), to.get()
-    for starter in starters:
-        starter.join()
-    assert one == other and [starter.exitcode for starter in starters] == [0, 0]
-    assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
-    assert index.known_hashes(next(indexes.glob("*.hashes"))) == 20
-
-
-def test_hosts_share_an_index_wherever_the_data_are_mounted(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "one").mkdir()
-    as_shards(photographs, tmp_path / "one" / "..")
-    shared, places = tmp_path / "shared", [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()
-        for shard in tmp_path.glob("*.tar"):
-            shutil.copy2(shard, place)
-        large_table(place)
-        photographs_of(place / "f", 3)
-    first = (
-        facts(in_tars(places[0], shared))[:3],
-        facts(in_table(places[0] / "train.csv", indexes=shared))[:3],
-    )
-    in_folder(places[0] / "f").keep_hashes(shared)
-    monkeypatch.setattr(tar_shards, "members", broken)
-    monkeypatch.setattr("csv.reader", broken)
-    assert first == (
-        facts(in_tars(places[1], shared))[:3],
-        facts(in_table(places[1] / "train.csv", indexes=shared))[:3],
-    )
-    in_folder(places[1] / "f").keep_hashes(shared)
-    assert len(list(shared.glob("*.hashes"))) == 1
-
-
 def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
     folder = photographs_of(tmp_path / "d", 40)
     records = in_folder(folder)
@@ -327,25 +241,6 @@ def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
     file.write_bytes(b"")
     other = in_folder(folder)
     assert other.keep_hashes(tmp_path / "i") is None and other.read(seen), "of another size, it isn't one"
-
-
-def test_hashes_that_another_user_keeps_are_compared_with(tmp_path: Path) -> None:
-    """A folder that several share: what one made, the others may read only (datasets#7900)."""
-    folder = photographs_of(tmp_path / "d", 3)
-    first = in_folder(folder)
-    file = first.keep_hashes(tmp_path / "i")
-    assert file and first.read(0)
-    shutil.copy(file, tmp_path / "copy")
-    file.unlink()
-    shutil.copy(tmp_path / "copy", file)
-    file.chmod(0o444)
-    (tmp_path / "i").chmod(0o555)
-    with permissions_count():
-        other = in_folder(folder)
-        assert other.keep_hashes(tmp_path / "i") == file
-        assert other.read(0) and other.read(1) and index.known_hashes(file) == 1
-        assert same(kept(tmp_path / "i", ["x"], some), some())
-    (tmp_path / "i").chmod(0o755)
 
 
 def test_hashes_need_no_key_once_they_are_there(tmp_path: Path) -> None:

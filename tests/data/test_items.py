@@ -1,6 +1,5 @@
 """Promise: any data set of torch's kind is read in the plan's order, to the same bits however it is read."""
 
-import json
 import random
 import re
 import sys
@@ -15,13 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from tests.helpers import forked, preloaded
+from tests.helpers import preloaded
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe
-from trainer.config.section import validated
 from trainer.config.user_file import run_file
 from trainer.data.items import ItemDataset
 from trainer.data.workers import check_importable
@@ -301,15 +298,6 @@ def test_what_is_wrong_is_said(methods: dict[str, Any], message: str) -> None:
         task_of(**methods)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_of_another_type_in_the_middle_is_one_line(workers: int) -> None:
-    items = Bad(lambda i: {"x": np.zeros(3, np.float64 if i == 3 else np.float32), "y": 0}, 8)
-    run = build_alone(recipe_of(workers=workers), task_of(data=lambda _: (items, items)))
-    with pytest.raises(BadInputError, match=r"training data: Bad gave 'x' (as|of)"):
-        list(run.loader(run.share.batches()))
-    run.close()
-
-
 def test_what_is_raised_in_the_middle_has_its_place_and_traceback_without_workers_too() -> None:
     items = Bad(lambda i: broken(i) if i == 3 else {"x": np.zeros(3, np.float32), "y": 0}, 8)
     run = build_alone(recipe_of(workers=0), task_of(data=lambda _: (items, items)))
@@ -360,47 +348,12 @@ class Mine:
 """
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_what_a_data_set_raises_in_the_middle_is_one_line_with_its_place(
-    tmp_path: Path, workers: int
-) -> None:
-    (tmp_path / "mine.py").write_text(OWN.replace("sample == 3", "sample == 9"))
-
-    def train(*words: str) -> Any:
-        program = [sys.executable, "-m", "trainer", "train", "mine.py", f"data.workers={workers}"]
-        return preloaded.run([*program, "--out", "run", *words], cwd=tmp_path)
-
-    # However late the other rank is with its last words.
-    (tmp_path / "sitecustomize.py").write_text(
-        "from trainer.launch import launcher\nlauncher._AFTER_FAILURE_SECONDS = 300.0\n"
-    )
-    done = train("--nproc-per-node", "2")
-    assert done.returncode == 1
-    line = "trainer: training data: Points[9]: in mine.py:12 (__getitem__): OSError: no file 3.png"
-    first, *rest = done.stderr.splitlines()
-    assert first == line
-    assert rest[0] == "Traceback (most recent call last):" and "mine.py" in rest[1], done.stderr
-    frames = [one for one in rest if one.startswith("  File ")]
-    assert [one.rpartition(" in ")[2] for one in frames] == ["__getitem__", "opened"]
-    facts = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    assert facts["status"] == "failed"
-
-
 def test_what_a_data_set_raises_at_its_first_sample_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN.replace("sample == 3", "sample == 0"))
     program = [sys.executable, "-m", "trainer", "train", "mine.py", "--out", "run"]
     done = preloaded.run(program, cwd=tmp_path)
     names = ("Points[0]", "mine.py:12", "__getitem__", "OSError", "3.png")
     refusal(done.returncode, done.stderr, *names, folder=tmp_path / "run")
-
-
-def test_functions_of_a_file_with_a_dot_in_its_stem_go_only_to_forked_workers(tmp_path: Path) -> None:
-    (tmp_path / "mine.v2.py").write_text("def mine(sample):\n    return sample")
-    mine = run_file(tmp_path / "mine.v2.py").mine
-    dataset: Any = task_of(transforms=lambda _: mine).train_data
-    check_importable(dataset, "fork")
-    with refused("data.start_method=spawn", "mine"):
-        check_importable(dataset, "spawn")
 
 
 def test_a_file_that_would_shadow_a_module_in_a_worker_is_refused(tmp_path: Path) -> None:
@@ -428,55 +381,3 @@ def test_by_default_there_are_no_workers_that_could_not_import_it(tmp_path: Path
         recipe_of(start_method="spawn", workers=2), task, Limits(8, 1 << 36, 1 << 30, None), 1
     )
     assert asked.setting.workers == 2
-
-
-FILE = """
-import random
-import numpy as np, torch
-from torch import nn
-from torch.nn import functional as F
-
-RECIPE = {"epochs": 3, "data": {"global_batch_size": 8, "micro_batch_size": 4, "workers": 1},
-          "log": {"every": 3, "to": ["jsonl"]}, "parallel": {"threads": 1}}
-
-class Points(torch.utils.data.Dataset):
-    def __len__(self):
-        return 50
-
-    def __getitem__(self, sample):
-        return torch.full((2,), float(sample % 5)) + torch.randn(2), sample % 2
-
-def moved(item):
-    point, label = item
-    return point + random.random() * np.random.rand(), label
-
-class Mine:
-    def data(self):
-        return Points(), Points()
-
-    def transforms(self):
-        return moved
-
-    def model(self):
-        return nn.Linear(2, 2)
-
-    def loss(self, model, batch):
-        return F.cross_entropy(model(batch.fields["0"]), batch.fields["1"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}
-"""
-
-
-def test_a_stopped_run_of_a_file_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(FILE)
-    values = read_recipe(str(tmp_path / "mine.py"))
-    recipe = validated(Recipe, values, "mine")
-    whole = forked.attempt(tmp_path / "whole", recipe)
-    assert whole.code == 0, whole.said
-    assert forked.attempt(tmp_path / "cut", recipe, stop_after=8).code == 75
-    none = validated(Recipe, {**values, "data": {**values["data"], "workers": 0}}, "mine")
-    again = forked.attempt(tmp_path / "cut", none)
-    assert again.code == 0, again.said
-    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert ends[0] == ends[1]

@@ -44,14 +44,6 @@ def test_it_reads_evenly_spaced_samples_and_numbers_them_anew() -> None:
     assert few.arrays is not None and few.arrays["x"].tolist() == [0, 3, 6, 9]
 
 
-def test_no_more_than_there_is() -> None:
-    whole = ArrayDataset({"x": np.arange(10)})
-    assert limited(whole, 10) is whole
-    assert limited(whole, None) is whole
-    assert len(limited(whole, 9)) == 9
-    assert limited(whole, 9).fingerprint() != whole.fingerprint()
-
-
 @pytest.mark.parametrize("recipe", ["digits", "dtmf", "gpt-stdlib language.text=padded"])
 def test_of_every_task(recipe: str) -> None:
     name, *more = recipe.split()

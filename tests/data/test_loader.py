@@ -4,11 +4,8 @@ import errno
 import importlib.util
 import multiprocessing
 import os
-import resource
-import shutil
 import signal
 import sys
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -16,29 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.helpers import preloaded
 from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
-from tests.helpers.few_pictures import make_folder
-from tests.helpers.refusals import named, refused
-from tests.helpers.toys import make_recipe
+from tests.helpers.refusals import refused
 from tests.helpers.waiting import until, until_gone
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.data.dataset import Arrays, Field
 from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import load_images
-from trainer.data.workers import Work, begin_worker
-from trainer.distributed.parallel import World
+from trainer.data.workers import begin_worker
 from trainer.errors import BadInputError
 from trainer.host import processes
 from trainer.launch.exit_record import dead_worker
 from trainer.rng import Float32, Ints
-from trainer.train.components.run import build
-from trainer.train.components.task import make_task
-from trainer.train.evaluate import evaluate
-from trainer.train.step import train_step
 
 
 @pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
@@ -137,17 +126,6 @@ def test_a_signal_to_every_process_of_a_job_ends_no_worker() -> None:
     assert worker.exitcode == -signal.SIGKILL
 
 
-def test_sixteen_bits_and_odd_names(tmp_path: Path) -> None:
-    root = make_folder(tmp_path)
-    gray = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
-    Image.fromarray(gray).save(root / "train" / "cat" / "deep.png")
-    shutil.copyfile(root / "train" / "cat" / "0.png", os.fsencode(root / "train" / "cat") + b"/x\xff.png")
-    images = load_images(DataConfig(name="folder", path=root, image_size=16), 0)
-    out: dict[str, Any] = {"image": np.empty((14, 16, 16, 3), np.uint8), "label": np.empty(14, np.int64)}
-    images.train.read(np.arange(14), np.full((14, 4), 0.5, np.float32), out)
-    assert out["label"].tolist() == [0] * 8 + [1] * 6
-
-
 def test_units_count_what_has_weight() -> None:
     what = source(Numbers(5))
     for batch in RingLoader(what, CPU, 0, LoaderConfig())(what.share.batches()):
@@ -244,72 +222,6 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
     assert sorted(rows.tolist()) == sorted(theirs.tolist())
 
 
-def test_a_folder_of_images(tmp_path: Path) -> None:
-    config = DataConfig(name="folder", path=make_folder(tmp_path), image_size=16)
-    images = load_images(config, seed=0)
-    assert images.classes == ("cat", "dog")
-    assert (len(images.train), len(images.evaluation)) == (12, 6)
-    what = source(images.train, uniforms=5)
-    batches = what.share.batches()
-    expected = read_all(make_loader(what, CPU, LoaderConfig(workers=0), 0), batches)
-    forked = LoaderConfig(workers=2, start_method="fork")
-    assert read_all(make_loader(what, CPU, forked, 0), batches) == expected
-    assert len({tuple(batch[:1]) for batch in expected}) == len(expected), "every cut is another one"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
-    recipe = make_recipe(
-        epochs=3,
-        data={
-            "name": "folder", "path": make_folder(tmp_path), "image_size": 16,
-            "global_batch_size": 4, "micro_batch_size": 2,
-            "augment": "flip", "workers": workers, "start_method": "fork", "eval_batch_size": 4,
-        },
-        model={"name": "small_resnet", "width": 8},
-    )  # fmt: skip
-    task = make_task(recipe)
-    run = build(recipe, task, World(0, 1, 0, CPU, None), workers)
-    batches = run.loader(run.share.batches())
-    for step in range(run.plan.steps):
-        train_step(run, batches, step)
-    figures = evaluate(
-        task,
-        run.state.model,
-        run.evaluation_loader,
-        run.evaluation_share,
-        World(0, 1, 0, CPU, None),
-        recipe.precision,
-    )
-    run.loader.close()
-    run.evaluation_loader.close()
-    assert np.isfinite(figures["loss"])
-    assert figures["accuracy"] * 6 == pytest.approx(round(figures["accuracy"] * 6))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda _: None, "no such folder"),
-        (lambda root: (root / "train").mkdir(parents=True), "no files"),
-        (lambda root: (make_folder(root) / "val" / "bird").mkdir(), "class 'bird' is in val only"),
-    ],
-)
-def test_a_folder_that_is_wrong_is_named(tmp_path: Path, change: Any, message: str) -> None:
-    change(tmp_path / "data")
-    with pytest.raises(BadInputError, match=message):
-        load_images(DataConfig(name="folder", path=tmp_path / "data"), 0)
-
-
-def test_a_truncated_image_is_named(tmp_path: Path) -> None:
-    root = make_folder(tmp_path)
-    victim = root / "train" / "cat" / "3.png"
-    victim.write_bytes(victim.read_bytes()[:300])
-    what = source(load_images(DataConfig(name="folder", path=root, image_size=16), 0).train, uniforms=4)
-    with pytest.raises(BadInputError, match=r"cat/3.png: not a readable image"):
-        read_all(RingLoader(what, CPU, 2, FORK), what.share.batches())
-
-
 class Clocks:
     """Three clocks that go on only when they are told to; and the data set that tells them."""
 
@@ -356,21 +268,6 @@ def test_what_workers_do_with_their_time_is_told(workers: int, monkeypatch: pyte
         "loader/blocked": pytest.approx(0.6),
         "loader/seconds_per_sample": 0.02 / 4,
     }
-
-
-def test_the_clocks_are_those_of_the_thread() -> None:
-    began, end = Work.now(), time.thread_time_ns() + 5_000_000
-    while time.thread_time_ns() < end:
-        pass
-    done = began.until_now(1)
-    # An interrupt between the readings of the two clocks is in one of them.
-    assert done.wall + 1_000_000 >= done.cpu >= 5_000_000 and done.queued >= 0
-    pid = os.fork()
-    if not pid:
-        processes.queued_ns()
-        of_fork = str(os.getpid()) in Path(f"/proc/self/fd/{processes._QUEUED.file}").readlink().parts
-        os._exit(not of_fork)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 def _rank_with_a_worker(pipe: Any) -> None:
@@ -443,18 +340,3 @@ def test_workers_that_cannot_be_started_name_the_resource(
     monkeypatch.setattr("multiprocessing.context.BaseContext.Queue", fail)
     with refused("data.workers=2", names):
         RingLoader(source(Numbers(20)), CPU, 2, FORK)
-
-
-def test_a_limit_of_open_files_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    pid = os.fork()
-    if not pid:
-        try:
-            most = len([*Path("/proc/self/fd").iterdir()]) + 4
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            RingLoader(source(Numbers(20)), CPU, 2, FORK)
-        except BadInputError as error:
-            os._exit(0 if named(str(error), "data.workers=2", most) else 2)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert capfd.readouterr().err == ""

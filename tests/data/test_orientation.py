@@ -14,7 +14,6 @@ from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 from tests.data.test_arrow import FEATURES, write as write_arrow
-from trainer.cli import main
 from trainer.commands.predict.images import as_evaluated
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data
@@ -25,7 +24,6 @@ from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Reading, reading_of
-from trainer.data.formats.stats import statistics
 from trainer.data.sources import load_images
 from trainer.errors import BadInputError
 
@@ -137,20 +135,6 @@ def test_what_auto_stands_for() -> None:
     said = DataConfig(name="hf", path=Path("x"), exif_orientation="ignore", image_bits=10)
     assert reading_of(said, Reading(True, 12)) == Reading(False, 10)
     assert (str(Reading()), str(Reading(True, 12))) == ("", " upright 12 of 16 bits")
-
-
-def test_stats_and_pack_count(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert statistics(in_folder(photographs / "val")).exif_orientation == 14
-    (photographs / "val" / "0" / "00.png").write_bytes(b"<html>404</html>")
-    assert main(["data", "stats", str(photographs), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["val"]["exif_orientation"] == 14
-    arguments = ["--raw", "--exif-orientation", "apply", "--processes", "1"]
-    assert main(["data", "pack", str(photographs), str(tmp_path / "p"), *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "1 of 16 can't be decoded and are stored as they were; the first: " in out
-    assert "(an HTML page)" in out
-    with pytest.raises(BadInputError, match="an HTML page"):
-        evaluated(name="pack", path=tmp_path / "p")
 
 
 def coco(root: Path, size: tuple[int, int], orientation: int) -> None:

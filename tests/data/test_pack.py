@@ -6,11 +6,9 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,10 @@ import pytest
 from PIL import Image
 
 from benchmarks.photographs import write_photographs
-from tests.helpers import preloaded
-from tests.helpers.rows import read_rows
 from tests.helpers.waiting import until
 from trainer.cli import main
 from trainer.data.formats.files import in_folder
-from trainer.data.formats.pack import UNFINISHED, PackSettings, _work_off, pack, samples_per_shard
+from trainer.data.formats.pack import UNFINISHED, PackSettings, _work_off, pack
 from trainer.data.formats.sharded import COLUMNS, INDEX, in_shards
 from trainer.errors import BadInputError
 from trainer.host import files as disk
@@ -62,18 +58,6 @@ def test_the_number_of_processes_changes_no_byte(photographs: Path, tmp_path: Pa
     first = content(tmp_path / "1")
     assert first == content(tmp_path / "2")
     assert sorted(first) == ["00000.bin", "00001.bin", "00002.bin", INDEX, COLUMNS]
-
-
-@pytest.mark.xdist_group("forkserver")
-@pytest.mark.parametrize(("settings", "decodes"), [(PackSettings(64), True), (PackSettings(), False)])
-def test_the_processes_have_what_they_need_imported_before_they_are_forked(
-    settings: PackSettings, decodes: bool, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = list[str]()
-    context = multiprocessing.get_context("forkserver")
-    monkeypatch.setattr(type(context), "set_forkserver_preload", lambda _, modules: told.extend(modules))
-    pack(in_folder(photographs), tmp_path / "p", settings, processes=2)
-    assert told == [pack.__module__, *(["trainer.data.formats.decode"] if decodes else [])]
 
 
 def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> None:
@@ -185,23 +169,6 @@ def test_two_at_once_is_one_too_many(photographs: Path, tmp_path: Path) -> None:
     pack(records, tmp_path / "p", PackSettings(32), advance=second)
 
 
-def test_a_process_that_is_killed_ends_it(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Broken:
-        def __init__(self, *_: Any) -> None: ...
-        def __enter__(self) -> "Broken":
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-        def submit(self, *_: Any) -> Any:
-            raise BrokenProcessPool
-
-    monkeypatch.setattr("trainer.data.formats.pack.ProcessPoolExecutor", Broken)
-    with pytest.raises(BadInputError, match=r"was killed.*the same command resumes"):
-        pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2)
-
-
 @pytest.mark.xdist_group("forkserver")
 @pytest.mark.parametrize(("processes", "busy_in"), [(1, "_pack_shard"), (2, "as_completed")])
 def test_a_signal_ends_a_pack_and_its_processes(
@@ -246,37 +213,6 @@ def test_a_pack_that_is_stopped_does_not_finish_what_it_has_begun(tmp_path: Path
     interrupter.join()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun 0", "begun 1"]
     assert {*multiprocessing.active_children()} == others
-
-
-def test_what_no_jpeg_can_hold_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    Image.new("RGB", (30, 70_000)).save(tmp_path / "a" / "b" / "x.png")
-    pack(in_folder(tmp_path / "a"), tmp_path / "p", PackSettings(29))
-    assert in_shards(tmp_path / "p").read(0) == in_folder(tmp_path / "a").read(0)
-
-
-@pytest.mark.parametrize(
-    ("samples", "shards"), [(1, 1), (150, 3), (10_000, 16), (100_000, 49), (1_281_167, 256)]
-)
-def test_there_are_never_more_shards_than_can_stay_open(samples: int, shards: int) -> None:
-    assert -(-samples // samples_per_shard(samples)) == shards
-
-
-def test_an_index_that_is_cut_off_while_it_is_read(packed: Path, tmp_path: Path) -> None:
-    """From a mapping of the file that would end the process."""
-    shutil.copytree(packed, tmp_path / "p")
-    shards = in_shards(tmp_path / "p")
-    os.truncate(tmp_path / "p" / COLUMNS, 0)
-    assert len(set(shards.labels.tolist())) == 10
-
-
-def test_a_class_named_train_is_not_taken_for_a_part(
-    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("bus", "train"):
-        shutil.copytree(photographs, tmp_path / "vehicles" / name)
-    assert main(["data", "pack", str(tmp_path / "vehicles"), str(tmp_path / "p")]) == 2
-    assert "a class like 'bus' beside it?" in capsys.readouterr().err
 
 
 def test_what_is_in_the_way_is_left_alone(photographs: Path, tmp_path: Path) -> None:
@@ -364,41 +300,3 @@ def test_an_index_that_is_wrong(
     change(tmp_path / "p")
     with pytest.raises(BadInputError, match=message):
         in_shards(tmp_path / "p")
-
-
-def test_from_images_to_weights(photographs: Path, tmp_path: Path) -> None:
-    """Pack, and train with every augmentation and a corrupt image: by the command line."""
-    source, packed = tmp_path / "images", tmp_path / "pack"
-    for split in ("train", "val"):
-        shutil.copytree(photographs, source / split)
-    bad = sorted((source / "train").rglob("*.jpg"))[5]
-    bad.write_bytes(bad.read_bytes()[:3000])
-    assert main(["data", "pack", str(source), str(packed), "--short-side", "40", "--processes", "1"]) == 0
-    settings = {
-        "data.name": "pack",
-        "data.path": packed,
-        "data.image_size": 32,
-        "data.workers": 1,
-        "data.policy": "randaugment",
-        "data.jitter": 0.4,
-        "data.augment": "flip",
-        "data.on_corrupt": "quarantine",
-        "data.corrupt_budget": 0.01,
-        "data.micro_batch_size": 16,
-        "data.global_batch_size": 32,
-        "max_steps": 6,
-        "epochs": 1,
-        "model.width": 4,
-        "parallel.threads": 1,
-    }
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    out = tmp_path / "run"
-    done = preloaded.run(
-        [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", out], cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = (out / "quarantine.jsonl").read_text().splitlines()
-    assert json.loads(line)["name"].endswith(f"{bad.parent.name}/{bad.name}")
-    assert "verdict" in done.stdout
-    rows = read_rows(out, ())
-    assert all(0 < row["time/data"] < row["time/wall"] for row in rows if "time/wall" in row)

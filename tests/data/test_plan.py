@@ -64,17 +64,6 @@ def test_few_samples_come_in_every_order_equally_often(size: int) -> None:
     assert_uniform(counts, len(counts) - 1)
 
 
-@pytest.mark.parametrize("size", [5, 6, 7, 8, 9, 25])
-def test_neighbors_among_few_samples_are_independent(size: int) -> None:
-    order = orders(size, 20_000)
-    for at in range(size - 1):
-        pairs = np.bincount(order[:, at] * size + order[:, at + 1], minlength=size**2).reshape(size, size)
-        assert not pairs.diagonal().any()
-        assert_uniform(pairs[~np.eye(size, dtype=bool)], size * (size - 1) - 1)
-    inversions = sum((order[:, at, None] > order[:, at + 1 :]).sum(1) for at in range(size))
-    assert_uniform(np.bincount(inversions % 2, minlength=2), 1)
-
-
 @pytest.mark.parametrize("size", [10, 360, 1100])
 def test_positions_and_samples_are_independent(size: int) -> None:
     """Pearson's chi-squared over (position, sample), and over neighbors, of many epochs."""
@@ -83,14 +72,6 @@ def test_positions_and_samples_are_independent(size: int) -> None:
     steps = np.bincount(((order[:, 1:] - order[:, :-1]) % size).flatten(), minlength=size)[1:]
     assert_uniform(table, (size - 1) ** 2)
     assert_uniform(steps, size - 2)
-
-
-def test_epochs_and_seeds_differ() -> None:
-    positions = np.arange(100)
-    first, other_epoch = (permuted(0, np.full(100, epoch), positions, 100) for epoch in (0, 1))
-    other_seed = permuted(1, np.zeros(100, np.int64), positions, 100)
-    assert (first == other_epoch).mean() < 0.1
-    assert (first == other_seed).mean() < 0.1
 
 
 def test_the_order_never_changes_between_versions() -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import threading
 from collections.abc import Iterator
 from email.utils import format_datetime
 
@@ -17,7 +16,6 @@ from tests.helpers.remote import S3, Web, wait_until_answered
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
-from trainer.config.sizes import parse_size, size_text
 from trainer.data.remote import access
 from trainer.data.remote.access import DownloadSink, WrongContentError, fetch, join
 from trainer.data.shared import anonymous_file
@@ -302,20 +300,6 @@ def test_a_role_that_has_ended_is_fetched_once_more(bucket: S3, role: Web) -> No
     bucket.app.faults.clear()
 
 
-def test_no_thread_is_left_behind_which_a_fork_would_cut_short(server: Server) -> None:
-    before = threading.enumerate()
-    got(server)
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    assert [thread for thread in left if "process_request" not in thread.name] == []  # the server's
-
-
-def test_it_works_in_a_notebook_which_has_a_loop_of_its_own(server: Server) -> None:
-    async def cell() -> bytes:
-        return got(server)
-
-    assert asyncio.run(cell()) == DATA
-
-
 def test_without_credentials_the_line_says_where_they_come_from(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,28 +350,3 @@ def test_what_does_not_go_together_is_one_line_without_secrets(settings: list[st
         validated(Recipe, override(read_recipe("digits"), ["data.name=pack", *settings]), "digits")
     assert message in str(caught.value)
     assert SECRET not in str(caught.value)
-
-
-def test_a_url_stays_as_it_is() -> None:
-    settings = ["data.name=pack", "data.path=s3://bucket//x y", "data.cache=c", "data.cache_limit=1.5 TiB"]
-    recipe = validated(Recipe, override(read_recipe("digits"), settings), "digits")
-    assert recipe.data.path == "s3://bucket//x y"
-    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("200GB", 200 * 10**9), ("1.5TiB", 3 << 39), ("7 b", 7), ("0.5kB", 500)]
-)  # fmt: skip
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1GBB", "1e9GB", "5ib", "1,5GB", "9" * 400 + "GB", "²GB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 200GB"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("size", [1, 99_999, 100_000, 123_456_789, 10**12, 5 * 10**17])
-def test_a_size_that_is_told_is_enough_and_not_much_more(size: int) -> None:
-    assert size <= parse_size(size_text(size)) <= size * 1.01

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.helpers.forked import attempt
 from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import main
-from trainer.config.data import DataConfig, EvaluationSetConfig
+from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.config.tasks import RegularizationConfig
@@ -128,12 +128,6 @@ def test_the_fingerprint_tells_sets_of_classes_apart(tmp_path: Path) -> None:
         config = DataConfig(name="table", path=tmp_path, label_separator="|")
         seen.add(load_images(config, 0).train.fingerprint())
     assert len(seen) == 5
-
-
-def test_a_set_of_another_kind_has_no_separator(tmp_path: Path) -> None:
-    config = DataConfig(name="table", path=tmp_path, label_separator="|")
-    assert EvaluationSetConfig(path=tmp_path / "more").on(config).label_separator == "|"
-    assert EvaluationSetConfig(name="folder", path=tmp_path).on(config).label_separator is None
 
 
 def test_what_is_neither_is_named(tmp_path: Path) -> None:

@@ -65,13 +65,6 @@ def test_blocks_are_shuffled_in_themselves_and_shards_among_each_other() -> None
     assert (order == epoch_of(shards, shards_per_block, seed=1)).mean() < 0.05
 
 
-def test_seed_and_block_key_the_order_inside() -> None:
-    one, other = (epoch_of([100], 1, seed=seed) for seed in (0, 1))
-    assert (one == other).mean() < 0.1
-    first, second = epoch_of([100, 100], 1).reshape(2, 100) % 100
-    assert (first == second).mean() < 0.1
-
-
 def test_shards_come_to_each_block_and_samples_to_each_place_equally_often() -> None:
     """Chi-squared over many epochs: (shard, block), and (sample, place in its block)."""
     epochs, shards = 1000, [5] * 6
@@ -132,13 +125,6 @@ def test_any_world_size_reads_the_same_steps(plan: Plan, world: int) -> None:
         for share in (Share(plan, rank, world) for rank in range(world))
     ]
     assert np.array_equal(np.concatenate(parts, 1), whole)
-
-
-@given(plan=plans(), data=st.data())
-def test_a_batch_is_the_same_alone_and_among_others(plan: Plan, data: st.DataObject) -> None:
-    micro_batch = data.draw(st.integers(0, plan.steps * plan.micro_batches - 1))
-    whole = plan.read(np.arange(plan.steps * plan.micro_batches)).sample
-    assert np.array_equal(plan.read(np.array([micro_batch])).sample[0], whole[micro_batch])
 
 
 def test_the_plain_order_is_the_one_without_shards() -> None:

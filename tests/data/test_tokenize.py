@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,34 +87,6 @@ def test_bytes_of_a_folder(tmp_path: Path) -> None:
     assert [row.tolist() for row in rows(data)] == [expected[:5], expected[4:]]
 
 
-def test_the_source_is_told_by_its_names_and_content(tmp_path: Path) -> None:
-    sources = [
-        {"a": b"x", "b": b""},
-        {"a": b"", "b": b"x"},
-        {"a": b"x", "c": b""},
-        {"a": b"x"},
-        {"a": b"x", "b": b""},
-    ]
-    told = []
-    for number, texts in enumerate(sources):
-        target = tmp_path / f"{number}.bin"
-        tokenize(folder_of(tmp_path / str(number), texts), target, "bytes")
-        about = read_about(target)
-        assert about is not None
-        told.append(about.source)
-    assert len(set(told)) == 4
-    assert told[0] == told[4]
-
-
-def test_files_can_be_chosen(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, {"a.py": b"1", "b.txt": b"2", "c/d.py": b"3"})
-    target = tmp_path / "t.bin"
-    tokenize(folder, target, "bytes", pattern="**/*.py")
-    assert np.fromfile(target, np.uint16).tolist() == [49, 256, 51, 256]
-    tokenize(folder / "b.txt", target, "bytes", force=True)
-    assert np.fromfile(target, np.uint16).tolist() == [50, 256]
-
-
 PARTS = [*"ab \n\n\t.é😀\r\u00a0", "<|endoftext|>", "def ", "x\n", "=\n"]
 WORDS = st.lists(st.sampled_from(PARTS), max_size=400).map("".join)
 
@@ -189,16 +160,6 @@ def test_the_dtype_fits_the_vocabulary(tmp_path: Path, largest: int, dtype: str)
     assert about is not None
     assert (about.dtype, about.vocabulary) == (dtype, largest + 1)
     assert np.fromfile(tmp_path / "t.bin", dtype).tolist() == [largest, 1]
-
-
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(bytes(40 << 20))
-    tracemalloc.start()
-    tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 12 << 20
-    assert (tmp_path / "t.bin").stat().st_size == 2 * (40 << 20) + 2
 
 
 @pytest.mark.parametrize(
@@ -312,15 +273,6 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path, after: str, there: bytes) ->
     tokenize(tmp_path / "new.txt", target, "bytes", force=True)
     verify_tokens(target, lambda _: None)
     assert sorted(path.name for path in tmp_path.glob("t.*")) == ["t.bin", "t.bin.json"]
-
-
-def test_two_do_not_write_the_same_file(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("x")
-    with module._replacing(tmp_path / "t.bin") as file:
-        file.write(b"mine")
-        with pytest.raises(BadInputError, match=r"t.bin: another process is writing it"):
-            tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes")
-    assert (tmp_path / "t.bin").read_bytes() == b"mine"
 
 
 def test_what_was_changed_is_found(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ is one line.
 import io
 import json
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -87,29 +86,6 @@ def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
         assert read_all(RingLoader(what, CPU, workers, config), batches[7:]) == expected[7:]
 
 
-@pytest.mark.xdist_group("forkserver")
-def test_workers_that_are_not_forked_change_nothing(tmp_path: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 1 << 32, 1000)
-    what = source(TokenDataset(token_file(tmp_path, tokens, "uint32"), 16, "uint32"), uniforms=0)
-    batches = what.share.batches()[3:9]
-    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")), batches) == expected
-
-
-def test_the_name_is_sent_and_not_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = token_file(tmp_path, np.arange(60_000))
-    monkeypatch.chdir(tmp_path)
-    data = TokenDataset(Path("train.bin"), 8, "uint16")
-    sent = pickle.dumps(data)
-    assert len(sent) < 2000
-    monkeypatch.chdir("/")
-    assert (rows(pickle.loads(sent)) == rows(data)).all()
-    path.rename(tmp_path / "old.bin")
-    token_file(tmp_path, np.arange(60_000))
-    with pytest.raises(BadInputError, match=r"train.bin: was changed or replaced while in use"):
-        rows(pickle.loads(sent))
-
-
 def test_a_file_cut_short_under_it_is_one_line(tmp_path: Path) -> None:
     """With a mapping this would be the end of the process."""
     path = token_file(tmp_path, np.arange(60_000))
@@ -121,13 +97,6 @@ def test_a_file_cut_short_under_it_is_one_line(tmp_path: Path) -> None:
             BadInputError, match=r"can't be read .ends after [\d,]+ bytes.; .* nobody changes it"
         ):
             rows(data, [0, sample])
-
-
-def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = TokenDataset(token_file(tmp_path, np.arange(1000)), 50, "uint16")
-    expected, whole = rows(data), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, into, at: whole(file, [into[0][:7]], at))
-    assert (rows(data) == expected).all()
 
 
 def test_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +155,6 @@ MANY = np.arange(50_000, dtype=np.uint16).tobytes()
 LLM_C = np.array([20240520, 1, 5000, *[0] * 253], "<i4").tobytes()
 NUMPY = io.BytesIO()
 np.save(NUMPY, np.arange(500, dtype=np.uint16))
-
-
-@pytest.mark.parametrize("content", [MANY, bytes(60_000) + MANY, MANY + bytes(2000)])
-def test_tokens_are_taken_for_tokens(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "t.bin").write_bytes(content)
-    assert len(TokenDataset(tmp_path / "t.bin", 8, "uint16")) == (len(content) // 2 - 1) // 8
 
 
 @pytest.mark.parametrize(
