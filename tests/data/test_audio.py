@@ -1,5 +1,5 @@
-"""Contract of recordings: a cut of one is the same bits whatever reads it, in wav and in flac; a file that is cut
-short is found for every cut, and one of another sample rate, or that the disk can't read, isn't corrupt.
+"""Contract of recordings: a cut of one is the same bits whatever reads it, in wav and in flac; a file that is
+cut short is found for every cut, and one of another sample rate, or that the disk can't read, isn't corrupt.
 """
 
 import io

@@ -65,7 +65,6 @@ def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> Non
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("JPEG", {}),
         ("WEBP", {"lossless": True}),
         ("TIFF", {}),
         ("JPEG", {"xmp": b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>', "exif": b""}),
@@ -101,7 +100,7 @@ def deep(most: int, kind: str, **options: Any) -> bytearray:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-@pytest.mark.parametrize(("most", "bits"), [(30, 8), (255, 8), (694, 10), (3071, 12), (4095, 12)])
+@pytest.mark.parametrize(("most", "bits"), [(255, 8), (694, 10), (4095, 12)])
 def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, bits: int) -> None:
     data = deep(most, kind)
     assert f"largest value is {most:,} would be (nearly) black" in (line := refused(data))
@@ -132,7 +131,7 @@ def test_twelve_bits_of_sixteen_in_a_ppm() -> None:
     assert "nearly) black" in refused(b"P6 4 3 65535\n" + full)
 
 
-@pytest.mark.parametrize(("mode", "channels"), [(2, 3), (6, 4), (4, 2)])
+@pytest.mark.parametrize(("mode", "channels"), [(2, 3), (4, 2)])
 def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) -> None:
     """Of a critical chunk that isn't known, at which libpng gives up."""
 
@@ -153,8 +152,8 @@ def with_junk(data: bytearray, where: bytes, junk: bytes) -> bytearray:
     return bytearray(data[:at] + junk + data[at:])
 
 
-@pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xc0", b"\xff\xc4", b"\xff\xda"])
-@pytest.mark.parametrize("junk", [b"\0", b"\0\1\2\3\4", bytes(16), b"\xff\xff\xff", b"abc\xff"])
+@pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xda"])
+@pytest.mark.parametrize("junk", [b"\0\1\2\3\4", b"\xff\xff\xff"])
 def test_bytes_before_a_marker_are_skipped_as_pillow_does(where: bytes, junk: bytes) -> None:
     data = with_junk(encoded(picture(), "JPEG", quality=90), where, junk)
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
@@ -171,7 +170,7 @@ def verdict(data: bytearray, side: int) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}, {"subsampling": 0}],
+    [{}, {"progressive": True}, {"restart_marker_rows": 1}],
 )
 def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any]) -> None:
     whole = encoded(noise(320, 240), "JPEG", quality=60, **options)
@@ -250,23 +249,13 @@ WHAT = {
     "bytes 0xff and nothing else": b"\xff" * 50,
     "an HTML page": b"\n<!DOCTYPE html><html><head><title>404</title>",
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
-    "a git-annex pointer": b"/annex/objects/SHA256E-s12--ab.jpg\n",
     "XML": b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
     "SVG, which isn't read": b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>",
     "text that begins with '{": b'{"error": "not found"}',
-    "text that begins with 'id\tx": b"id,x",
-    "text in UTF-16": "\ufeffpath,label".encode("utf-16-le"),
     "an image as base64 text": b"/9j/4AAQSkZJRgABAQ",
     "gzip": b"\x1f\x8b\x08\0" + b"abc",
-    "a zip archive": b"PK\3\4" + b"abc",
     "HEIC, which isn't read": b"\0\0\0\x18ftypheic\0\0\0\0heic" + b"\1" * 50,
-    "JPEG XL, which isn't read": b"\xff\x0a\xfa\x1f",
-    "a Photoshop file": b"8BPS\0\1" + b"\2" * 30,
-    "a TIFF that is cut off or damaged": b"II*\0\x08",
     "a JPEG that is cut off or damaged": b"\xff\xd8\xff",
-    "macOS's notes": b"\0\5\x16\7\0\2\0\0Mac OS X",
-    "a NumPy array": b"\x93NUMPY\1\0v",
-    "a video (MP4)": b"\0\0\0\x18ftypisom",
     "it begins with 01 80 02": b"\1\x80\2\x81\3\x82" * 9,
 }
 
@@ -274,8 +263,6 @@ WHAT = {
 @pytest.mark.parametrize("what", WHAT)
 def test_a_message_says_what_a_file_is(what: str) -> None:
     data = WHAT[what]
-    if what.startswith("text that begins with 'id"):
-        what, data = "text that begins with 'id x'", b"id\tx"
     if what.startswith("bytes 0xff"):
         what = "50 bytes 0xff and nothing else"
     line = refused(data)

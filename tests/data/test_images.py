@@ -47,20 +47,15 @@ def pixels(data: bytearray) -> npt.NDArray[np.uint8]:
     ("kind", "mode", "options"),
     [
         ("JPEG", "RGB", {"quality": 90}),
-        ("JPEG", "L", {"quality": 90}),
         ("JPEG", "RGB", {"quality": 90, "progressive": True}),
         ("JPEG", "CMYK", {"quality": 90}),
         ("PNG", "RGB", {}),
         ("PNG", "RGBA", {}),
         ("PNG", "P", {}),
-        ("PNG", "L", {}),
-        ("PNG", "LA", {}),
         ("PNG", "1", {}),
         ("WEBP", "RGB", {"lossless": True}),
-        ("BMP", "RGB", {}),
         ("GIF", "P", {}),
         ("TIFF", "RGB", {}),
-        ("PPM", "RGB", {}),
     ],
 )
 def test_every_kind_is_what_pillow_makes_of_it(kind: str, mode: str, options: dict[str, Any]) -> None:
@@ -76,12 +71,9 @@ def test_sixteen_bits_keep_their_upper_eight() -> None:
         assert np.array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2)), kind
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_the_first_frame_of_an_animation(kind: str) -> None:
+def test_the_first_frame_of_an_animation() -> None:
     first, second = picture(), Image.new("RGB", (40, 30), "red")
-    data = encoded(
-        first, kind, save_all=True, append_images=[second], **({"lossless": True} if kind == "WEBP" else {})
-    )
+    data = encoded(first, "GIF", save_all=True, append_images=[second])
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     assert np.array_equal(pixels(data), expected)
     assert not np.array_equal(expected, np.asarray(second))
@@ -113,10 +105,7 @@ def cut_off(kind: str, share: float, **options: Any) -> bytearray:
 
 BAD: dict[str, Callable[[], bytearray]] = {
     "empty": bytearray,
-    "zeros": lambda: bytearray(1000),
     "text": lambda: bytearray(b"<html>404 not found</html>"),
-    "soi": lambda: bytearray(b"\xff\xd8\xff"),
-    "jpeg_half": lambda: cut_off("JPEG", 0.5),
     "jpeg_nearly": lambda: cut_off("JPEG", 0.95),
     "jpeg_header": lambda: cut_off("JPEG", 0.05),
     "progressive_half": lambda: cut_off("JPEG", 0.5, progressive=True),
@@ -124,7 +113,6 @@ BAD: dict[str, Callable[[], bytearray]] = {
     "webp_half": lambda: cut_off("WEBP", 0.5),
     "gif_half": lambda: cut_off("GIF", 0.5),
     "tiff_half": lambda: cut_off("TIFF", 0.5),
-    "bmp_half": lambda: cut_off("BMP", 0.5),
     "bomb_png": bomb_png,
     "float": lambda: encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"),
     "bomb_jpeg": bomb_jpeg,
@@ -153,7 +141,7 @@ def test_no_program_is_run_for_an_image(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_bytes_that_flipped_never_end_otherwise() -> None:
     random = np.random.default_rng(0)
-    for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"):
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF"):
         good = encoded(picture(), kind)
         for _ in range(40):
             data = bytearray(good)
@@ -199,14 +187,11 @@ def test_the_same_images_in_the_same_order_from_every_format(
     assert len(np.unique(expected["label"])) == 10
 
 
-NOT_FORKED = pytest.mark.xdist_group("forkserver")
-
-
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        *(("folder", "fork"), ("shards", "fork"), pytest.param("pack", "fork", marks=pytest.mark.slow)),
-        *(pytest.param(kind, "forkserver", marks=NOT_FORKED) for kind in ("csv", "raw")),
+        ("shards", "fork"),
+        pytest.param("raw", "forkserver", marks=pytest.mark.xdist_group("forkserver")),
     ],
 )
 def test_workers_and_a_resume_change_no_bit(
@@ -218,7 +203,7 @@ def test_workers_and_a_resume_change_no_bit(
     batches = source.share.batches()
     expected = read_all(RingLoader(source, CPU, 0, LoaderConfig()), batches)
     assert len({batch[0] for batch in expected}) == len(batches), "no two batches are the same"
-    for workers in (0, 1, 3):
+    for workers in (0, 2):
         config = LoaderConfig(start_method=method, prefetch=2)
         assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
 
@@ -232,7 +217,7 @@ def test_what_stands_in_is_the_same_in_every_format(broken: Path, tmp_path: Path
         assert np.array_equal(found["label"], expected["label"]), kind
 
 
-@pytest.mark.parametrize("kind", ["folder", "shards", pytest.param("pack", marks=pytest.mark.slow), "raw"])
+@pytest.mark.parametrize("kind", ["folder", "raw"])
 def test_what_stands_in_is_always_the_same(kind: str, broken: Path, tmp_path: Path) -> None:
     """For any number of workers and after a resume."""
     (tmp_path / "work").mkdir()

@@ -24,7 +24,6 @@ from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import load_images
 from trainer.data.workers import begin_worker
-from trainer.errors import BadInputError
 from trainer.host import processes
 from trainer.launch.exit_record import dead_worker
 from trainer.rng import Float32, Ints
@@ -36,9 +35,8 @@ def test_the_number_of_workers_changes_nothing(last: str) -> None:
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
     assert len(expected) == len(batches)
-    for workers, prefetch in ((1, 1), (2, 3), (4, 2)) if last == "weighted" else ((2, 3),):
-        config = LoaderConfig(prefetch=prefetch, start_method="fork")
-        assert read_all(RingLoader(what, CPU, workers, config), batches) == expected
+    config = LoaderConfig(prefetch=3, start_method="fork")
+    assert read_all(RingLoader(what, CPU, 2, config), batches) == expected
     middle = batches[3:]
     assert read_all(RingLoader(what, CPU, 2, FORK), middle) == expected[3:]
 
@@ -52,10 +50,9 @@ def test_workers_that_are_not_forked_get_the_memory(method: Any) -> None:
     assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method=method)), batches) == expected
 
 
-@pytest.mark.parametrize("last", ["cross", "weighted"])
-def test_residence_changes_nothing(last: str) -> None:
+def test_residence_changes_nothing() -> None:
     images = load_images(DataConfig(), seed=0)
-    what = source(images.train, last, micro_batch_size=32)
+    what = source(images.train, "cross", micro_batch_size=32)
     batches = what.share.batches()[:40]
     resident = make_loader(what, CPU, LoaderConfig(), cpu_workers=2)
     assert isinstance(resident, ResidentLoader)
@@ -154,7 +151,7 @@ def test_a_batch_in_use_is_not_overwritten() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_data_is_one_line(workers: int) -> None:
     what = source(Numbers(20, fail_at=7))
-    with pytest.raises(BadInputError, match=r"^sample 7: torn$"):
+    with refused("sample 7:"):
         read_all(RingLoader(what, CPU, workers, FORK), what.share.batches())
 
 
@@ -327,8 +324,6 @@ def test_a_worker_of_a_forkserver_ends_with_its_rank() -> None:
     [
         (errno.ENOSPC, "/dev/shm data.workers=0"),
         (errno.EMFILE, "ulimit -n"),
-        (errno.EAGAIN, "ulimit -u"),
-        (errno.ENFILE, "fs.file-max"),
     ],
 )
 def test_workers_that_cannot_be_started_name_the_resource(
