@@ -235,14 +235,6 @@ def test_a_corrupt_file_is_found_for_every_cut(
     assert list(Read(replacing, [0], random=random)) == [list(read)[1]], "always the same"
 
 
-def test_a_decoder_that_stops_is_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, _ = with_victim(tmp_path, "wav")
-    read = soundfile.SoundFile.read
-    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *of, **how: read(*of, **how)[:-1])
-    with refused("victim.wav: 99 100"):
-        Read(folder(root), [0])
-
-
 @pytest.mark.parametrize("on_corrupt", ["fail", "skip"])
 @pytest.mark.parametrize(
     ("harm", "message"),

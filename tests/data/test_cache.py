@@ -1,6 +1,5 @@
 """Promise: a remote shard is copied once, is whole and right or not there, and the cache keeps its limit."""
 
-import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -20,7 +19,6 @@ from tests.helpers.waiting import SECONDS
 from trainer.data.formats.sharded import COLUMNS, INDEX, Shard
 from trainer.data.remote import cache
 from trainer.data.remote.cache import Cached, open_cached
-from trainer.host import files as disk
 
 SIZE = 50_000
 NAMES = ("one", "two", "three", "four", "five")
@@ -152,24 +150,6 @@ def test_the_shards_that_were_not_used_for_longest_go(web: Web, tmp_path: Path) 
     assert web.app.asked["/data/two"] == 2
 
 
-def test_what_others_put_into_the_folder_stays(web: Web, tmp_path: Path) -> None:
-    sha = "0" * 64
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    others = [ours / "thesis.tex", ours / f"{sha}.shard.bak", ours / f"x{sha}.shard", ours / f"{sha}.index"]
-    for path in others:
-        path.write_bytes(bytes(5 * SIZE))
-    (ours / f"{'1' * 64}.shard").symlink_to(others[0])
-    (ours / f"{'2' * 64}.shard").mkdir()
-    before = set(ours.iterdir())
-    place = Cached(f"{web.url}/data", ours, SIZE)
-    for name in NAMES:
-        read(place, name)
-    assert set(ours.iterdir()) - before == {place_of(ours, "five"), ours / "trainer-cache.lock"}
-    assert before <= set(ours.iterdir())
-    assert others[0].read_bytes() == bytes(5 * SIZE)
-
-
 def test_a_shard_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
     with refused("data.cache_limit=49999B: 50000B"):
         Cached(f"{web.url}/data", tmp_path, SIZE - 1).open(shard("one"))
@@ -195,35 +175,6 @@ def test_downloads_of_others_count_and_are_waited_for(
     assert read(Cached(f"{web.url}/data", tmp_path, SIZE), "one") == content("one")
     assert largest == [SIZE]
     assert kept(tmp_path) == {"one"}
-
-
-def test_many_processes_keep_the_limit_together(web: Web, tmp_path: Path) -> None:
-    place, limit = Cached(f"{web.url}/data", tmp_path, 2 * SIZE), 2 * SIZE
-    done = tmp_path / "done"
-
-    def work() -> bool:
-        order = itertools.islice(itertools.cycle(NAMES), os.getpid() % 5, os.getpid() % 5 + 15)
-        return all(read(place, name) == content(name) for name in order)
-
-    def watch() -> bool:
-        largest, last = 0, False
-        while not last:
-            last = done.exists()
-            with disk.locked(tmp_path / "trainer-cache.lock"):
-                total = 0
-                for path in tmp_path.glob("*.shard*"):
-                    with contextlib.suppress(FileNotFoundError):  # an unfinished one that nobody needs
-                        total += path.stat().st_size
-            largest = max(largest, total)
-        return SIZE < largest <= limit
-
-    # A process and not a thread: what is forked while a thread has a lock would have it, too.
-    watching = multiprocessing.get_context("fork").Process(target=lambda: os._exit(not watch()))
-    watching.start()
-    codes = in_forks(3, work)
-    done.touch()
-    watching.join(300)
-    assert (codes, watching.exitcode) == ([0, 0, 0], 0)
 
 
 def test_a_disk_that_fails_is_told(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

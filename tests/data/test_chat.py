@@ -310,13 +310,6 @@ def test_a_template_is_told_the_same_date_every_day(tmp_path: Path) -> None:
     assert chat.render(TALK).startswith("26 Jul 2024\n")
 
 
-def test_templates_by_name(tmp_path: Path) -> None:
-    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    chat = open_tokenizer(chat_folder(tmp_path, template="", chat_template=both))
-    assert (chat.render(TALK), chat.render(TALK, [{"name": "f"}])) == ("plain", "tools")
-    assert open_tokenizer(chat_folder(tmp_path, chat_template=both)).render(TALK).startswith("<|im_start|>")
-
-
 def test_a_token_that_is_partly_prompt_does_not_count(tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path))
     encoded = next(chat.encode(["Hello the cat"]))

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from tests.helpers.forked import attempt, small
 from tests.helpers.image_folders import opened
-from tests.helpers.run_folders import same
+from tests.helpers.refusals import named, refused
 from trainer.commands.check.order import odd_order
 from trainer.config.data import Last
 from trainer.config.recipe_file import load_recipe
@@ -22,7 +21,6 @@ from trainer.data.items import ArrayItems, ItemDataset
 from trainer.data.loader import Source
 from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
-from trainer.errors import BadInputError
 from trainer.rng import Ints
 from trainer.train.components.task import check_request, data_of, make_plan, make_task
 
@@ -134,33 +132,31 @@ def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "weights", "message"),
+    ("name", "weights", "names"),
     [
-        ("gpt-stdlib", "balanced", "these data have no classes to draw by; leave it out"),
-        ("digits", "{x: 2}", "there is no class 'x'; there are 0, 1, 2, 3, 4, 5, …"),
-        ("digits", "{" + ", ".join(f"{n}: 0" for n in range(10)) + "}", "leaves nothing to draw"),
-        ("digits", "{3: -1}", r"give balanced, or numbers from 0 on by class.*\(of 3: -1\)"),
-        ("digits", "{3: .nan}", "give balanced, or numbers from 0 on by class"),
-        ("digits", "equal", "give balanced, or numbers from 0 on by class"),
+        ("gpt-stdlib", "balanced", "data.class_weights"),
+        ("digits", "{x: 2}", "'x' 0, 1, 2, 3"),
+        ("digits", "{" + ", ".join(f"{n}: 0" for n in range(10)) + "}", "data.class_weights"),
+        ("digits", "{3: -1}", "balanced 3: -1"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(name: str, weights: str, message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
+def test_what_cannot_be_drawn_is_refused(name: str, weights: str, names: str) -> None:
+    with refused(names):
         recipe = load_recipe(name, [f"data.class_weights={weights}"])
         check_request(recipe, make_task(recipe), 1)
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("labels", "names"),
     [
-        (np.array([0.0, 1.0]), "of type float64, and classes are whole numbers"),
-        (np.array([0, -1]), "-1 and more, and classes are numbers from 0 on"),
-        (np.array([[0, 1]]), r"of shape \(1, 2\), and there are 2 samples"),
-        (np.array([0, 3]), "a label is 3, and there are 2 classes"),
+        (np.array([0.0, 1.0]), "float64"),
+        (np.array([0, -1]), "-1"),
+        (np.array([[0, 1]]), "(1, 2) 2"),
+        (np.array([0, 3]), "3 2"),
     ],
 )
-def test_odd_labels_are_refused(labels: Any, message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
+def test_odd_labels_are_refused(labels: Any, names: str) -> None:
+    with refused(names):
         weigh(labels, ("a", "b"), "balanced", 2)
 
 
@@ -168,7 +164,7 @@ def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:
     recipe = load_recipe("digits", ["data.class_weights={3: 5}", "data.limit=200"])
     task = make_task(recipe)
     line = make_plan(recipe, task).draws.told()  # type: ignore[union-attr]
-    assert line.startswith("data.class_weights: an epoch is 200 draws with replacement; 3 ")
+    assert named(line, "data.class_weights: 200 3")
     other = load_recipe("digits", ["data.class_weights={3: 6}", "data.limit=200"])
     plain = load_recipe("digits", ["data.limit=200"])
     orders = {data_of(one, task)["order"] for one in (recipe, other, plain)}
@@ -176,29 +172,3 @@ def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:
     held = evaluation_share(len(task.evaluation_data), 64, 0, 1)
     assert held.plan.draws is None
     assert not odd_order(make_plan(recipe, task))
-
-
-class Wrong(Plan):
-    """Draws of class b alone."""
-
-    def _sample(self, epoch: Ints, position: Ints) -> Ints:
-        return np.full_like(position, 95) + 0 * epoch
-
-
-def test_a_check_finds_a_sample_that_has_no_chance() -> None:
-    assert not odd_order(plan({"b": 0}))
-    assert odd_order(Wrong(100, 12, 3, 2, "cross", 0, draws=draws({"b": 0})))
-
-
-def test_a_run_that_is_stopped_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """With a worker in one attempt, and images that are augmented."""
-    recipe = small(data={"class_weights": {"1": 7, "2": 0}, "augment": "crop", "resident": False})
-    assert attempt(tmp_path / "whole", recipe).code == 0
-    assert attempt(tmp_path / "cut", recipe, stop_after=7).code == 75
-    worked = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 1})})
-    done = attempt(tmp_path / "cut", worked)
-    assert done.code == 0
-    assert "data.class_weights: an epoch is 64 draws with replacement; 1 " in done.said
-    assert same(tmp_path / "cut", tmp_path / "whole")
-    other = small(data={"class_weights": {"1": 7}, "augment": "crop", "resident": False})
-    assert "data.class_weights" in attempt(tmp_path / "cut", other).line

@@ -137,17 +137,6 @@ def test_one_bad_row_does_not_end_a_start(nth: int, chat: Chat, tmp_path: Path) 
         tokenized(RowSplit((file,)), chat, "completions", 99, budget=0.1)
 
 
-def test_bad_rows_are_counted_by_reason(chat: Chat, tmp_path: Path) -> None:
-    file = lines(tmp_path / "a.jsonl", *[TALK] * 4, *(one for one in FAULTS if isinstance(one, dict)))
-    found = tokenized(RowSplit((file,)), chat, "completions", 99, budget=1.0)
-    assert [one.count for one in found.left_out] == [2, 1, 1]
-    assert named(found.left_out[0].reason, "messages[0]")
-    lines(file, *[FAULTS[1]] * 1000)
-    for budget, names in ((0.1, "line 1: 100 100"), (1.0, "1,000 line 1")):
-        with refused(file, names):
-            tokenized(RowSplit((file,)), chat, "completions", 99, budget=budget)
-
-
 @pytest.mark.parametrize(
     ("given", "asked"), [("", "what"), (" ", "what"), (None, "what"), ("is it", "what\nis it")]
 )

@@ -80,17 +80,6 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
     assert orientation_of_file(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
 
 
-def test_a_scaled_cut_is_turned_too() -> None:
-    plain = noise(640, 480, grain=80)
-    data = encoded(plain, "JPEG", quality=95, exif=exif(6))
-    box = Box(37, 21, 400, 410)
-    small = decode.cut_out(data, lambda *_: box, 50, scaled=True, reading=UPRIGHT)
-    full = decode.cut_out(data, lambda *_: box, reading=UPRIGHT)
-    assert small.shape[2:] == (50, 51)
-    there, here = (decode.resize(image, 50, 50).float() for image in (full, small))
-    assert (there - here).abs().mean() < 8
-
-
 # 16 bits
 
 

@@ -72,7 +72,7 @@ def an_odd_regex(folder: Path) -> str:
     return str(folder / "t.json")
 
 
-@pytest.mark.parametrize("made", [zero, deep, nested, an_odd_regex])
+@pytest.mark.parametrize("made", [deep, an_odd_regex])
 def test_a_tokenizer_that_is_none_is_one_line(
     tmp_path: Path, made: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

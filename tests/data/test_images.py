@@ -1,6 +1,5 @@
 """Promise: an image gives the same pixels from every format; what can't be decoded is named or replaced."""
 
-import contextlib
 import io
 import json
 import os
@@ -24,7 +23,7 @@ from tests.helpers.image_folders import (
     picture,
 )
 from trainer.config.data import LoaderConfig
-from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
+from trainer.data.corrupt import Bad, Corrupt, Quarantine
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box
 from trainer.data.formats.files import in_folder
@@ -139,30 +138,6 @@ def test_no_program_is_run_for_an_image(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "ran").exists()
 
 
-def test_bytes_that_flipped_never_end_otherwise() -> None:
-    random = np.random.default_rng(0)
-    for kind in ("JPEG", "PNG", "WEBP", "TIFF"):
-        good = encoded(picture(), kind)
-        for _ in range(40):
-            data = bytearray(good)
-            for at in random.integers(0, min(len(data), 200), 3).tolist():
-                data[at] = int(random.integers(0, 256))
-            with contextlib.suppress(Corrupt):
-                assert decode.cut_out(data, whole).dtype == torch.uint8
-
-
-def test_a_large_jpeg_is_decoded_smaller_only_where_it_pays() -> None:
-    data = encoded(picture(size=(800, 600)), "JPEG", quality=95)
-    box = Box(16, 16, 560, 640)
-    full = decode.cut_out(data, lambda *_: box, side=70)
-    small = decode.cut_out(data, lambda *_: box, side=70, scaled=True)
-    assert full.shape[2:] == (560, 640)
-    assert small.shape[2:] == (70, 80), "an eighth, because both sides are 8 times 70"
-    assert decode.cut_out(data, lambda *_: box, side=300, scaled=True).shape[2:] == (560, 640)
-    there, here = (decode.resize(image, 70, 70).float() for image in (full, small))
-    assert (there - here).abs().mean() < 2
-
-
 def numbers(count: int) -> Any:
     return np.random.default_rng(3).random((count, 4), dtype=np.float32)
 
@@ -206,15 +181,6 @@ def test_workers_and_a_resume_change_no_bit(
     for workers in (0, 2):
         config = LoaderConfig(start_method=method, prefetch=2)
         assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
-
-
-def test_what_stands_in_is_the_same_in_every_format(broken: Path, tmp_path: Path) -> None:
-    expected = read(in_folder(broken), on_corrupt="skip")
-    for kind in ("csv", "shards", "pack"):
-        (tmp_path / kind).mkdir()
-        found = read(opened(kind, broken, tmp_path / kind), on_corrupt="skip")
-        assert np.array_equal(found["image"], expected["image"]), kind
-        assert np.array_equal(found["label"], expected["label"]), kind
 
 
 @pytest.mark.parametrize("kind", ["folder", "raw"])
@@ -263,15 +229,6 @@ def test_starting_again_does_not_get_around_the_budget(tmp_path: Path) -> None:
         first.add(found[:1])
 
 
-def test_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
-    file = tmp_path / "quarantine.jsonl"
-    file.write_text('{"data": "training", "sam')
-    Quarantine("training", 5, file).add([Bad(7, "7.jpg", "torn")])
-    assert Quarantine("training", 5, file).samples == {7}
-    with pytest.raises(BadInputError, match="can't be written"):
-        Quarantine("training", 5, tmp_path / "quarantine.jsonl" / "x").add([Bad(7, "7.jpg", "torn")])
-
-
 def test_an_image_is_resized_alike_however_it_lies_in_memory_and_by_the_quick_path() -> None:
     """torch takes the quick one where every stride is that of channels last, the batch's of one, too."""
     random = np.random.default_rng(0)
@@ -284,41 +241,6 @@ def test_an_image_is_resized_alike_however_it_lies_in_memory_and_by_the_quick_pa
             found = decode.resize(image, 32, 40)
             assert torch.equal(found, expected)
             assert channels == 1 or found.stride() == (32 * 40 * 3, 1, 40 * 3, 3)
-
-
-def test_what_stands_in_goes_by_the_sample_alone() -> None:
-    """Not by the row of a batch, which is another one in each epoch."""
-
-    def stand_in(samples: list[int]) -> int:
-        filled = dict[int, int]()
-
-        def fill(row: int, sample: int) -> None:
-            if sample == 5:
-                raise Corrupt("torn")
-            filled[row] = sample
-
-        assert [bad.sample for bad in fill_rows(np.array(samples), fill, str, "skip", 100)] == [5]
-        return filled[samples.index(5)]
-
-    assert stand_in([5]) == stand_in([1, 2, 5]) == stand_in([9, 5, 3, 4])
-
-
-def test_where_nothing_can_stand_in_it_ends() -> None:
-    def fill(row: int, sample: int) -> None:
-        raise Corrupt(f"torn {row} {sample}")
-
-    with pytest.raises(BadInputError, match="32 samples that might stand in"):
-        fill_rows(np.array([5]), fill, str, "skip", 100)
-
-
-def test_an_error_of_reading_is_not_corruption(photographs: Path, tmp_path: Path) -> None:
-    """It may pass, and the run would have trained on other samples."""
-    records = opened("shards", photographs, tmp_path)
-    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="skip")
-    out: dict[str, Any] = {"image": np.zeros((1, SIDE, SIDE, 3), np.uint8), "label": np.zeros(1, np.int64)}
-    (tmp_path / "002.tar").unlink()
-    with pytest.raises(BadInputError, match=r"002\.tar.*can't be read \(No such file"):
-        dataset.read(np.array([15]), numbers(1), out)
 
 
 def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_path: Path) -> None:

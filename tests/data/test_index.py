@@ -1,6 +1,5 @@
 """Promise: an index gives what listing the set gives; it may lie anywhere, be shared, or be missing."""
 
-import errno
 import io
 import json
 import os
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.image_folders import as_shards
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import refused
 from trainer import cli
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
@@ -24,9 +23,8 @@ from trainer.data.formats.index import Index, index_of, kept
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import COLUMNS, INDEX
 from trainer.data.formats.tables import SeveralClasses, in_table
-from trainer.data.formats.tar_shards import in_tars, index_shards
+from trainer.data.formats.tar_shards import in_tars
 from trainer.data.sources import open_records
-from trainer.errors import BadInputError
 
 
 @pytest.fixture(autouse=True)
@@ -195,21 +193,6 @@ def test_without_a_cache_the_set_is_listed_each_time() -> None:
         assert same(kept(Path("/proc/none"), ["x"], some), some())
 
 
-def test_a_full_cache_holds_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("safetensors.numpy.save_file", full)
-        assert same(kept(tmp_path, ["x"], some), some())
-    assert not list(tmp_path.iterdir())
-    files = photographs_of(tmp_path / "d", 3)
-    monkeypatch.setattr(os, "pwrite", full)
-    records = in_folder(files)
-    records.keep_hashes(tmp_path / "hashes")
-    assert [records.read(sample) for sample in range(3)]
-
-
 def photographs_of(folder: Path, count: int) -> Path:
     (folder / "a").mkdir(parents=True)
     for number in range(count):
@@ -273,31 +256,3 @@ def test_every_sample_of_loose_files_is_verified(
     assert cli.main(words) == 1
     out = capsys.readouterr().out
     assert f"{count - 2} of {count - 1}" in out and f"{max((root / 'val').rglob('*.jpg'))}" in out
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_hashes_that_cannot_be_kept_are_told(
-    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    photographs_of(tmp_path / "d" / "train", 5)
-    if full:
-        monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    else:
-        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert cli.main(["data", "verify", str(tmp_path / "d")]) == 2
-    assert named(capsys.readouterr().err, "5 samples" if full else "data.index=DIR")
-
-
-def test_data_in_memory_are_not_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["data", "verify", "digits"]) == 2
-    assert named(capsys.readouterr().err, "data.name=digits")
-
-
-def test_keys_of_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"data\.index"):
-        DataConfig.model_validate({"name": "pack", "path": "s3://b/x", "cache": tmp_path, "index": tmp_path})
-    photographs_of(tmp_path / "train", 2)
-    assert cli.main(["data", "index", str(tmp_path)]) == 2
-    assert named(capsys.readouterr().err, tmp_path / "train", "https")
-    with pytest.raises(BadInputError, match=r"\.tar"):
-        index_shards(tmp_path)

@@ -2,7 +2,6 @@
 
 import random
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from tests.helpers import preloaded
-from tests.helpers.refusals import refusal, refused
+from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
@@ -28,7 +26,6 @@ from trainer.host.limits import Limits
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.loading import choose_loading
 from trainer.train.components.run import build
-from trainer.train.components.task import check_request
 from trainer.train.evaluate import evaluate
 from trainer.train.step import train_step
 
@@ -172,47 +169,6 @@ def test_ranks_and_workers_change_no_bit(ranks: Ranks) -> None:
     assert ranks.run(2, trained_on, 1) == [alone] * 2
 
 
-def padded(_: Any, items: list[Any]) -> dict[str, torch.Tensor]:
-    """Words of unlike lengths, to the longest that there may be."""
-    lengths = torch.tensor([len(item) for item in items])
-    tokens = torch.zeros(len(items), 6, dtype=torch.int64)
-    for row, item in zip(tokens, items, strict=True):
-        row[: len(item)] = torch.tensor(item)
-    return {"tokens": tokens, "num_items": lengths}
-
-
-class Words:
-    """A data set without torch: lists of unlike lengths."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, sample: int) -> list[int]:
-        return [sample + 1] * (1 + sample % 6)
-
-
-def token_loss(_: Any, model: nn.Module, batch: Any) -> Any:
-    tokens = batch.fields["tokens"]
-    each = model(tokens.float()[..., None]).squeeze(-1).square()
-    return torch.where(tokens > 0, each, 0.0).sum() / (tokens > 0).sum()
-
-
-def test_items_of_unlike_sizes_come_through_collate() -> None:
-    task = task_of(
-        data=lambda _: (Words(), Words()),
-        collate=padded,
-        model=lambda _: nn.Linear(1, 1),
-        loss=token_loss,
-        measure=lambda s, m, b: {"loss": token_loss(s, m, b)},
-        reduction="mean",
-    )
-    check_request(recipe_of(), task, 1)
-    run = build_alone(recipe_of(workers=0), task)
-    batch = next(run.loader(run.share.batches()))
-    lengths = (batch.fields["tokens"] > 0).sum(1)
-    assert torch.equal(lengths, batch.fields["num_items"]) and batch.num_items == int(lengths.sum())
-
-
 def test_tuples_are_fields_by_number_and_a_fingerprint_tells_data_apart() -> None:
     x = torch.arange(8.0).reshape(4, 2)
     one = ItemDataset(TensorDataset(x, torch.arange(4)), "training")
@@ -293,54 +249,6 @@ def test_what_is_raised_in_the_middle_has_its_place_and_traceback_without_worker
         list(run.loader(run.share.batches()))
     frames = [frame for frame in raised.value.trace.splitlines() if frame.startswith("  File ")]
     assert [frame.rpartition(" in ")[2] for frame in frames] == ["__getitem__", "<lambda>", "broken"]
-
-
-OWN = """
-import numpy as np
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-RECIPE = {"epochs": 2, "data": {"global_batch_size": 8, "micro_batch_size": 4, "resident": False},
-          "log": {"to": ["jsonl"]}, "parallel": {"threads": 1}}
-
-def opened(sample):
-    if sample == 3:
-        raise OSError("no file 3.png")
-    return np.full(2, float(sample), np.float32)
-
-class Points(torch.utils.data.Dataset):
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, sample):
-        return {"x": opened(sample), "y": sample % 2}
-
-class Fine(Points):
-    def __getitem__(self, sample):
-        return {"x": np.zeros(2, np.float32), "y": sample % 2}
-
-class Mine:
-    def data(self):
-        return Points(), Fine()
-
-    def model(self):
-        return nn.Linear(2, 2)
-
-    def loss(self, model, batch):
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}
-"""
-
-
-def test_what_a_data_set_raises_at_its_first_sample_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OWN.replace("sample == 3", "sample == 0"))
-    program = [sys.executable, "-m", "trainer", "train", "mine.py", "--out", "run"]
-    done = preloaded.run(program, cwd=tmp_path)
-    names = ("Points[0]", "mine.py:12", "__getitem__", "OSError", "3.png")
-    refusal(done.returncode, done.stderr, *names, folder=tmp_path / "run")
 
 
 def test_a_file_that_would_shadow_a_module_in_a_worker_is_refused(tmp_path: Path) -> None:

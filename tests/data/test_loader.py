@@ -42,12 +42,11 @@ def test_the_number_of_workers_changes_nothing(last: str) -> None:
 
 
 @pytest.mark.xdist_group("forkserver")
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_that_are_not_forked_get_the_memory(method: Any) -> None:
+def test_workers_that_are_not_forked_get_the_memory() -> None:
     what = source(Numbers(20))
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method=method)), batches) == expected
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")), batches) == expected
 
 
 def test_residence_changes_nothing() -> None:
@@ -61,16 +60,6 @@ def test_residence_changes_nothing() -> None:
     )
     assert isinstance(travelling, RingLoader)
     assert read_all(resident, batches) == read_all(travelling, batches)
-
-
-def test_a_loader_can_be_run_again() -> None:
-    what = source(Numbers(20))
-    loader = RingLoader(what, CPU, 2, FORK)
-    try:
-        first = [frozen(batch) for batch in loader(what.share.batches())]
-        assert [frozen(batch) for batch in loader(what.share.batches())] == first
-    finally:
-        loader.close()
 
 
 def test_no_worker_outlives_close() -> None:
@@ -121,13 +110,6 @@ def test_a_signal_to_every_process_of_a_job_ends_no_worker() -> None:
     worker.terminate()  # as torch does where a worker hangs
     worker.join()
     assert worker.exitcode == -signal.SIGKILL
-
-
-def test_units_count_what_has_weight() -> None:
-    what = source(Numbers(5))
-    for batch in RingLoader(what, CPU, 0, LoaderConfig())(what.share.batches()):
-        assert batch.weight is not None
-        assert batch.num_items == int((batch.fields["num_items"] * batch.weight).sum())
 
 
 def test_a_batch_in_use_is_not_overwritten() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -11,10 +11,8 @@ from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
-from trainer.data.dataset import limited, spread
 from trainer.data.formats.sharded import About
 from trainer.data.loader import RingLoader, Source
-from trainer.data.remote.cache import CachedShards, fitting_shards_per_block
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import load_images, order_of
 from trainer.errors import BadInputError
@@ -79,9 +77,7 @@ def batches(what: DataConfig, workers: int, method: Any = "fork", epochs: int = 
         loader.close()
 
 
-@pytest.mark.parametrize(
-    ("workers", "method"), [(0, "fork"), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("workers", "method"), [(0, "fork"), (2, "fork")])
 def test_batches_are_those_of_the_local_folder(
     s3: S3, pack: Path, about: About, tmp_path: Path, workers: int, method: str
 ) -> None:
@@ -123,38 +119,11 @@ def test_batches_in_steps_are_the_same_with_any_number_of_workers(
     assert list(batches(config(path=pack), 0, epochs=1)) != expected[: len(expected) // 2]
 
 
-@pytest.mark.parametrize(("limit", "sizes"), [(10, (3, 2, 2, 3)), (3, (1, 1, 1)), (2, (1, 1))])
-def test_a_few_of_them_keep_the_order_of_shards(
-    s3: S3, about: About, tmp_path: Path, limit: int, sizes: tuple[int, ...]
-) -> None:
-    whole = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B"), 0).train
-    few = limited(whole, limit)
-    assert order_of(few) == (sizes, 1)
-    shards = cast(Any, few).records
-    all_hashes = cast(Any, whole).records._columns["hash"]
-    assert shards._columns["hash"].tolist() == all_hashes[spread(len(whole), limit)].tolist()
-
-
 def test_a_limit_below_two_shards_names_the_smallest(s3: S3, about: About, tmp_path: Path) -> None:
     smallest = limit_for(about, 1)
     with pytest.raises(BadInputError, match=f"={smallest - 1}B is too low: .* set {smallest}B"):
         load_images(remote(s3, tmp_path, cache_limit=f"{smallest - 1}B"), 0)
     load_images(remote(s3, tmp_path, cache_limit=f"{smallest}B"), 0)
-
-
-def test_as_many_shards_are_shuffled_together_as_fit_twice(s3: S3, about: About, tmp_path: Path) -> None:
-    largest = max(shard.bytes for shard in about.shards)
-    images = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1) + 2 * largest - 1}B"), 0)
-    assert order_of(images.train)[1] == 1
-    assert order_of(images.evaluation) == ((), 0)
-    total = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
-    assert total == 0  # only indices were fetched
-    parts = [cast(CachedShards, cast(Any, part).records) for part in (images.train, images.evaluation)]
-    parts[0].about.shards *= 4
-    for shards_per_block in (1, 2, 3, 7):
-        for more in (0, 2 * largest - 1):
-            limit = limit_for(about, shards_per_block) + more
-            assert fitting_shards_per_block(limit, parts) == shards_per_block
 
 
 def recipe(data: DataConfig) -> Recipe:

@@ -21,7 +21,7 @@ from trainer.cli import main
 from trainer.data.formats import encoders, tokenize as module
 from trainer.data.formats.chat import open_tokenizer
 from trainer.data.formats.conversations import RowSplit
-from trainer.data.formats.tokenize import list_files, tokenize
+from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TokenDataset, read_about, verify_tokens
 from trainer.errors import BadInputError
@@ -110,29 +110,6 @@ def test_no_piece_changes_a_token(tmp_path: Path, bpe: Path, texts: list[str], p
     end = tokenizers.Tokenizer.from_file(str(bpe)).token_to_id("<|endoftext|>")
     expected = [token for text in texts for token in [*ids_of(bpe, text), end]]
     assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist() == expected
-
-
-def test_a_long_text_is_cut(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And at every place where it is cut the tokens are those of the whole text."""
-    text = Path(__file__).read_text()
-    (tmp_path / "long.txt").write_text(text)
-    monkeypatch.setattr(encoders, "PIECE_CHARACTERS", 1000)
-    cuts = list[tuple[str, bool]]()
-    original = encoders._pieces
-
-    def noted(*arguments: Any) -> Iterator[tuple[str, bool]]:
-        for piece in original(*arguments):
-            cuts.append(piece)
-            yield piece
-
-    monkeypatch.setattr(encoders, "_pieces", noted)
-    tokenize(tmp_path / "long.txt", tmp_path / "t.bin", f"bpe:{bpe}")
-    assert len(cuts) > 5
-    assert all(1000 <= len(piece) < 6000 for piece, last in cuts if not last)
-    assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist()[:-1] == ids_of(bpe, text)
-    about = read_about(tmp_path / "t.bin")
-    assert about is not None
-    assert (about.vocabulary, about.tokenizer) == (400, "bpe:tokenizer.json")
 
 
 def test_a_tokenizer_that_minds_cuts_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,12 +269,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(request) == 2
     assert named(capsys.readouterr().err, "--force")
     assert main([*request, "--force"]) == 0
-
-
-def test_files_are_sorted_by_the_bytes_of_their_names(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, {"b": b"", "B": b"", "a-": b"", "a/x": b"", "é": b"", "10": b"", "9": b""})
-    names = [str(file.relative_to(folder)) for file in list_files(folder, "**/*")]
-    assert names == ["10", "9", "B", "a-", "a/x", "b", "é"]
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,9 @@ def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
     assert len({batch[0] for batch in expected}) == len(batches)
-    for workers in (1, 2):
-        config = LoaderConfig(start_method="fork")
-        assert read_all(RingLoader(what, CPU, workers, config), batches) == expected
-    for workers in (0, 2):
-        config = LoaderConfig(start_method="fork")
-        assert read_all(RingLoader(what, CPU, workers, config), batches[7:]) == expected[7:]
+    config = LoaderConfig(start_method="fork")
+    assert read_all(RingLoader(what, CPU, 2, config), batches) == expected
+    assert read_all(RingLoader(what, CPU, 0, config), batches[7:]) == expected[7:]
 
 
 def test_a_file_cut_short_under_it_is_one_line(tmp_path: Path) -> None:
@@ -97,19 +94,6 @@ def test_a_file_cut_short_under_it_is_one_line(tmp_path: Path) -> None:
             BadInputError, match=r"can't be read .ends after [\d,]+ bytes.; .* nobody changes it"
         ):
             rows(data, [0, sample])
-
-
-def test_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = TokenDataset(token_file(tmp_path, np.arange(1000)), 50, "uint16")
-
-    def fail(*_: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    monkeypatch.setattr(os, "pread", fail)
-    for read in (data.fingerprint, lambda: rows(data)):
-        with pytest.raises(BadInputError, match=r"train.bin: can't be read \(Input/output error\)"):
-            read()
 
 
 def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
@@ -160,30 +144,22 @@ np.save(NUMPY, np.arange(500, dtype=np.uint16))
 @pytest.mark.parametrize(
     ("content", "beside", "dtype", "message"),
     [
-        (b"", None, "uint16", "train.bin: 0 tokens are too few"),
         (b"123", None, "uint16", "3 bytes are no whole number of uint16 tokens"),
-        (b"123456", None, "uint32", "6 bytes are no whole number of uint32 tokens"),
         (FIFTY[:16], None, "uint16", "8 tokens are too few for a sample of 8"),
         (NUMPY.getvalue(), None, "uint16", "NumPy"),
         (LLM_C + MANY[:10_000], None, "uint16", "llm.c .*1,024"),
         ("To be, or not to be. Da, äh, ist die Frage.\n".encode() * 100, None, "uint16", "text"),
         (b"\x1f\x8b\x08\0" + MANY, None, "uint16", "gzip"),
-        (b"PK\3\4" + MANY, None, "uint16", "zip"),
         (MANY + bytes(70_000), None, "uint16", "65,536"),
         (FIFTY, None, None, "uint16 or uint32.* no train.bin.json .*trainer data tokenize"),
         (FIFTY, facts(), "uint32", "train.bin.json says uint16, not uint32"),
         (FIFTY[:-2], facts(), None, "98 bytes, but train.bin.json says 50 tokens of uint16"),
-        (FIFTY + b"1", facts(), None, "101 bytes, but train.bin.json says 50 tokens of uint16"),
         (FIFTY, b"", None, r"train.bin.json: not JSON \(line 1"),
-        (FIFTY, b"\xff\xfe", None, "train.bin.json: not JSON"),
         (FIFTY, b"[]", None, "train.bin.json: all of it"),
         (FIFTY, facts(tokens="-"), None, "train.bin.json: tokens: Field required"),
-        (FIFTY, facts(tokens="50"), None, "train.bin.json: tokens: "),
         (FIFTY, facts(dtype="int8"), None, "train.bin.json: dtype: "),
-        (FIFTY, facts(vocabulary=0), None, "train.bin.json: vocabulary: "),
         (FIFTY, b"[" * 100_000, None, "train.bin.json: nested too deeply"),
         (None, None, "uint16", "train.bin: can't be opened"),
-        ("folder", None, "uint16", "train.bin: can't be opened .isn't a file"),
         ("fifo", None, "uint16", "train.bin: can't be opened .isn't a file"),
     ],
 )
@@ -191,9 +167,7 @@ def test_a_bad_file_is_one_line(
     tmp_path: Path, content: Any, beside: bytes | None, dtype: str | None, message: str
 ) -> None:
     path = tmp_path / "train.bin"
-    if content == "folder":
-        path.mkdir()
-    elif content == "fifo":
+    if content == "fifo":
         os.mkfifo(path)
     elif content is not None:
         path.write_bytes(content)
