@@ -1,8 +1,6 @@
 """Promise: data.class_weights draws as torch's WeightedRandomSampler does, and each draw can be looked up."""
 
 from fractions import Fraction
-from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +8,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from tests.helpers.image_folders import opened
 from tests.helpers.refusals import named, refused
 from trainer.commands.check.order import odd_order
 from trainer.config.data import Last
 from trainer.config.recipe_file import load_recipe
-from trainer.data.dataset import ArrayDataset, limited
-from trainer.data.formats.images import ImageDataset
+from trainer.data.dataset import ArrayDataset
 from trainer.data.items import ArrayItems, ItemDataset
 from trainer.data.loader import Source
 from trainer.data.sampling.class_order import ClassDraws, weigh
@@ -102,20 +98,6 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_anew() -> None:
     assert not sample.any()
     numbers = extras["\0uniform"][0]
     assert len({tuple(one) for one in numbers.tolist()}) == 8
-
-
-def test_what_lies_on_disk_and_in_memory_has_labels(tmp_path: Path, photographs: Path) -> None:
-    (plain,) = {tuple(opened("folder", photographs, tmp_path).labels)}
-    for kind in ("csv", "shards", "pack"):
-        (tmp_path / kind).mkdir()
-        records = opened(kind, photographs, tmp_path / kind)
-        assert tuple(ImageDataset(records, 16, True).labels) == plain, kind
-    of: Any = attrgetter("labels")
-    dataset = ArrayDataset({"x": np.zeros((5, 2)), "label": np.array([1, 0, 1, 2, 2])})
-    assert np.asarray(of(limited(dataset, 3))).tolist() == [1, 1, 2]
-    assert ArrayDataset({"x": np.zeros(5)}).labels is None
-    assert ArrayDataset({"label": np.zeros((5, 3))}).labels is None  # of boxes
-    assert of(limited(ArrayDataset({"x": np.zeros(5)}), 3)) is None
 
 
 def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:

@@ -13,7 +13,6 @@ from PIL import Image
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats import decode
 from trainer.data.formats.encoders import read_tokenizer
-from trainer.data.formats.tokenize import tokenize
 from trainer.errors import BadInputError
 
 
@@ -80,19 +79,3 @@ def test_a_tokenizer_that_is_none_is_one_line(
     with pytest.raises(BadInputError) as refused:
         read_tokenizer(f"bpe:{made(tmp_path)}")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
-
-
-@pytest.mark.parametrize("rule", ["pre_tokenizer", "normalizer"])
-def test_a_regular_expression_that_backtracks_is_one_line(tmp_path: Path, rule: str) -> None:
-    pattern = {"pattern": {"Regex": "(a+)+$"}}
-    rules = {
-        "pre_tokenizer": {"type": "Split", "behavior": "Isolated", "invert": False, **pattern},
-        "normalizer": {"type": "Replace", "content": "x", **pattern},
-    }
-    model = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "b": 2}, "merges": []}
-    file = tmp_path / "t.json"
-    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model, rule: rules[rule]}))
-    (tmp_path / "x.txt").write_text("a" * 2000 + "b")
-    with pytest.raises(BadInputError, match=r"rules fail on a text .*retry-limit"):
-        tokenize(tmp_path / "x.txt", tmp_path / "o" / "x.bin", f"bpe:{file}")
-    assert not list((tmp_path / "o").iterdir())

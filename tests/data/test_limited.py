@@ -40,7 +40,7 @@ def test_it_reads_evenly_spaced_samples_and_numbers_them_anew() -> None:
     assert few.arrays is not None and few.arrays["x"].tolist() == [0, 3, 6, 9]
 
 
-@pytest.mark.parametrize("recipe", ["digits", "dtmf", "gpt-stdlib language.text=padded"])
+@pytest.mark.parametrize("recipe", ["digits", "gpt-stdlib language.text=padded"])
 def test_of_every_task(recipe: str) -> None:
     name, *more = recipe.split()
     few = [*more, "data.limit=10", "data.global_batch_size=4", "data.micro_batch_size=4"]

@@ -19,9 +19,8 @@ from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
 from tests.helpers.refusals import refused
 from tests.helpers.waiting import until, until_gone
 from trainer.config.data import DataConfig, LoaderConfig
-from trainer.data.dataset import Arrays, Field
+from trainer.data.dataset import Arrays
 from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
-from trainer.data.ring import Ring
 from trainer.data.sources import load_images
 from trainer.data.workers import begin_worker
 from trainer.host import processes
@@ -135,23 +134,6 @@ def test_bad_data_is_one_line(workers: int) -> None:
     what = source(Numbers(20, fail_at=7))
     with refused("sample 7:"):
         read_all(RingLoader(what, CPU, workers, FORK), what.share.batches())
-
-
-def test_unpacking_keeps_shapes_types_and_values() -> None:
-    fields = {
-        "a": Field((2, 3), np.dtype(np.uint8)),
-        "b": Field((2,), np.dtype(np.int64)),
-        "c": Field((2, 1), np.dtype(np.float32)),
-    }
-    ring = Ring(fields, slots=3, inherited=True)
-    out = ring.arrays(4)
-    out["a"][...] = np.arange(6).reshape(2, 3)
-    out["b"][...] = (1 << 40, -1)
-    out["c"][...] = 0.5
-    tensors = ring.unpack(ring.slot(4).clone())
-    assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert tensors["b"].tolist() == [1 << 40, -1]
-    assert tensors["c"].dtype == torch.float32
 
 
 _TINY_SHM = """
