@@ -61,22 +61,3 @@ def test_passes_share_one_stream(cuda: Cuda) -> None:
     for _ in range(3):
         a_pass(cuda, 3, staged=False)
     assert len(cuda.streams) == 1
-
-
-def test_the_stub_sees_what_it_is_for(cuda: Cuda) -> None:
-    """By hand, each fault once: else the tests above would hold of any order."""
-    slot, side = torch.zeros(4, dtype=torch.uint8), torch.cuda.Stream(GPU)
-    with torch.cuda.stream(side):
-        copy = slot.to(GPU, non_blocking=True)
-    cuda.host_writes(slot)
-    cuda.computes(copy)
-    del copy
-    target = torch.zeros(4)
-    target.copy_(cuda.put(torch.ones(4)), non_blocking=True)
-    cuda.host_reads(target)
-    assert cuda.problems == [
-        "written while a copy reads it",
-        "computed with before its copy was waited for",
-        "freed while a stream may read it that its allocator doesn't know of",
-        "read while a copy writes it",
-    ]

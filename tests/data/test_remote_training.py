@@ -110,15 +110,6 @@ def test_with_a_small_cache_each_shard_comes_once_an_epoch(s3: S3, tmp_path: Pat
     assert limit / 2 < largest <= limit
 
 
-def test_batches_in_steps_are_the_same_with_any_number_of_workers(
-    s3: S3, pack: Path, about: About, tmp_path: Path
-) -> None:
-    what = remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B")
-    expected = list(batches(what, 0, epochs=2))
-    assert list(batches(what, 2, epochs=2)) == expected
-    assert list(batches(config(path=pack), 0, epochs=1)) != expected[: len(expected) // 2]
-
-
 def test_a_limit_below_two_shards_names_the_smallest(s3: S3, about: About, tmp_path: Path) -> None:
     smallest = limit_for(about, 1)
     with pytest.raises(BadInputError, match=f"={smallest - 1}B is too low: .* set {smallest}B"):
