@@ -1,10 +1,9 @@
-"""Promise: a cut of a recording is the same bits whatever reads it, in wav and in flac; a file that is cut
-short is found for every cut, and one of another sample rate, or that the disk can't read, isn't corrupt.
+"""Contract of recordings: a cut of one is the same bits whatever reads it, in wav and in flac; a file that is
+cut short is found for every cut, and one of another sample rate, or that the disk can't read, isn't corrupt.
 """
 
 import io
 import os
-import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -85,24 +84,12 @@ def test_a_cut_is_a_part_of_the_recording(
     assert heard[0] - 1 == (spare // 2 if random is None else int(random * (spare + 1)))
 
 
-def test_every_start_is_reached(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "x.wav", ramp(108))
-    data = folder(tmp_path, random_crop=True)
-    numbers = [*(number / 64 for number in range(64)), 1 - 2.0**-24]
-    starts = [Read(data, random=number)[0][0] for number in numbers]
-    assert sorted(set(starts)) == list(range(1, 10))
-    assert data.uniforms == 1
-    assert folder(tmp_path).uniforms == 0
-
-
 @pytest.mark.parametrize(
     ("sound", "how", "expected"),
     [
         ([[3, 4], [-3, -4], [32767, 32767], [-32768, -32768]], {}, [4, -3, 32767, -32768]),
-        ([[1, 2, 6]], {}, [3]),
         ([0.5, -1.0, 2.0, -2.0, 3 / 65536], {"subtype": "FLOAT"}, [16384, -32768, 32767, -32768, 2]),
         ([0.25, -0.25], {"subtype": "DOUBLE"}, [8192, -8192]),
-        ([[0.5, 0.25]], {"subtype": "FLOAT"}, [12288]),
         (np.array([5 << 16, -(5 << 16)], np.int32), {"subtype": "PCM_24"}, [5, -5]),
         (np.array([5 << 16, -(5 << 16)], np.int32), {"subtype": "PCM_32"}, [5, -5]),
         ([256, -512], {"subtype": "PCM_U8"}, [256, -512]),
@@ -115,32 +102,6 @@ def test_channels_and_sample_formats(tmp_path: Path, sound: Any, how: dict[str, 
     write(tmp_path / "a" / "x.wav", sound, **how)
     data = AudioFolder(in_folder(tmp_path, SUFFIXES), len(expected) / RATE, RATE, False, "fail")
     assert list(Read(data)) == [expected]
-
-
-def test_flac_and_wav_are_the_same(tmp_path: Path) -> None:
-    sound = np.random.default_rng(0).integers(-32768, 32768, (20_000, 2)).astype(np.int16)
-    for suffix in ("wav", "flac"):
-        write(tmp_path / suffix / "a" / f"x.{suffix}", sound)
-    for random in (None, 0.0, 0.3, 0.99999):
-        wav, flac = (
-            Read(folder(tmp_path / s, 2.5, random is not None), random=random) for s in ("wav", "flac")
-        )
-        assert list(wav) == list(flac)
-
-
-def test_classes_subfolders_and_odd_names(tmp_path: Path) -> None:
-    names = ["cat/a\nb.wav", "cat/deep/er/x.FLAC", "dog/b c.wav", "dog/\udcff.wav"]
-    for first, name in enumerate(names, 1):
-        made = write(tmp_path / ("made.flac" if name.endswith("FLAC") else "made.wav"), ramp(100, first))
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        made.rename(tmp_path / name)
-    (tmp_path / "bird").mkdir()
-    (tmp_path / "bird" / "none.txt").write_text("not a sound")
-    data = folder(tmp_path)
-    read = Read(data)
-    assert list(data.records.classes) == ["bird", "cat", "dog"]
-    assert read.label == [1, 1, 2, 2]
-    assert [sound[0] for sound in read] == [1, 2, 3, 4]
 
 
 def many(root: Path) -> Path:
@@ -157,32 +118,9 @@ def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
     assert len({batch[0] for batch in expected}) == len(batches)
-    for workers in (1, 2):
-        assert (
-            read_all(RingLoader(what, CPU, workers, LoaderConfig(start_method="fork")), batches) == expected
-        )
-    for workers in (0, 2):
-        config = LoaderConfig(start_method="fork")
-        assert read_all(RingLoader(what, CPU, workers, config), batches[4:]) == expected[4:]
-
-
-@pytest.mark.xdist_group("forkserver")
-def test_workers_that_are_not_forked_change_nothing(tmp_path: Path) -> None:
-    what = source(folder(many(tmp_path), random_crop=True, on_corrupt="skip"))
-    batches = what.share.batches()
-    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")), batches) == expected
-
-
-def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
-    for number in range(7):
-        write(tmp_path / str(number) / "a" / ("y.wav" if number == 4 else "x.wav"), ramp(100 + (number == 2)))
-    write(tmp_path / "1" / "a" / "x.wav", ramp(100, 5))
-    write(tmp_path / "3" / "b" / "x.wav", ramp(100))
-    (tmp_path / "5" / "a").rename(tmp_path / "5" / "c")
-    told = [folder(tmp_path / str(number)).fingerprint() for number in range(7)]
-    assert told[6] == told[0]
-    assert len(set(told)) == 6
+    config = LoaderConfig(start_method="fork")
+    assert read_all(RingLoader(what, CPU, 2, config), batches) == expected
+    assert read_all(RingLoader(what, CPU, 0, config), batches[4:]) == expected[4:]
 
 
 def pieces(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
@@ -219,10 +157,6 @@ def other_thing(path: Path, make: Callable[[Path], object]) -> None:
     make(path)
 
 
-def mp3(path: Path) -> None:
-    soundfile.write(path, np.zeros(20_000, np.int16), 16_000, format="MP3")
-
-
 def endless(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[21] &= 0xF0
@@ -237,48 +171,30 @@ def one_float(value: float) -> Callable[[Path], object]:
     return lambda path: write(path, sound, subtype="FLOAT")
 
 
-def flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    for place in range(len(content) // 4, len(content), 50):
-        content[place] ^= 0x55
-    path.write_bytes(content)
+def content(data: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(data)
 
 
+# The kind of a recording, what is done to it, and what is told of it.
 BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
-    ("wav", lambda path: truncated(path, 0.5), "is cut short"),
-    ("wav", lambda path: truncated(path, 0.999), "is cut short"),
-    ("flac", lambda path: truncated(path, 0.5), "can't be decoded|is cut short"),
-    ("flac", lambda path: truncated(path, 0.95), "can't be decoded|is cut short"),
-    ("flac", endless, "doesn't say how long it is"),
-    ("wav", lambda path: path.write_bytes(b""), "is empty"),
-    ("flac", lambda path: path.write_bytes(b""), "is empty"),
-    ("wav", lambda path: path.write_bytes(bytes(5000)), "can't be decoded"),
-    ("flac", lambda path: path.write_bytes(bytes(5000)), "can't be decoded"),
-    ("wav", lambda path: path.write_bytes(path.read_bytes()[:43]), "is cut short"),
-    ("wav", lambda path: path.write_bytes(path.read_bytes()[:20]), "is cut short"),
-    ("wav", lambda path: path.write_bytes(path.read_bytes()[:8]), "can't be decoded"),
-    ("wav", lambda path: path.write_bytes(b"\xff\xd8\xff\xe0" * 900), "can't be decoded"),
-    ("wav", lambda path: path.write_bytes(b"<html><body>404</body></html>"), "decoded: an HTML page"),
-    (
-        "flac",
-        lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
-        "a Git LFS pointer",
-    ),
-    ("wav", mp3, "is neither wav nor flac, but MP3"),
-    ("wav", lambda path: write(path, ramp(0)), "holds no samples"),
-    ("wav", lambda path: write(path, np.full(20_000, np.inf), subtype="DOUBLE"), "isn't a number"),
-    ("wav", one_float(np.nan), "isn't a number"),
-    ("wav", one_float(-np.inf), "isn't a number"),
-    ("wav", one_float(30_000.0), "full scale is 1.0"),
+    ("wav", lambda path: truncated(path, 0.999), "short"),
+    ("flac", lambda path: truncated(path, 0.5), "victim.flac:"),
+    ("flac", lambda path: truncated(path, 0.95), "victim.flac:"),
+    ("flac", endless, "long"),
+    ("wav", content(b""), "empty"),
+    ("flac", content(bytes(5000)), "decoded"),
+    ("wav", lambda path: path.write_bytes(path.read_bytes()[:43]), "short"),
+    ("wav", lambda path: path.write_bytes(path.read_bytes()[:8]), "decoded"),
+    ("wav", content(b"<html><body>404</body></html>"), "HTML"),
+    ("flac", content(b"version https://git-lfs.github.com/spec/v1\n"), "LFS"),
+    ("wav", lambda path: soundfile.write(path, np.zeros(20_000, np.int16), 16_000, format="MP3"), "MP3"),
+    ("wav", lambda path: write(path, ramp(0)), "samples"),
+    ("wav", lambda path: write(path, np.full(20_000, np.inf), subtype="DOUBLE"), "number"),
+    ("wav", one_float(np.nan), "number"),
+    ("wav", one_float(30_000.0), "1.0"),
     ("wav", lambda path: write(path, ramp(9000), subtype="GSM610"), "ffmpeg"),
-    ("wav", lambda path: write(path, ramp(9000), subtype="NMS_ADPCM_32"), "ffmpeg"),
-    *(
-        ("wav", lambda path, part=content[:-missing]: path.write_bytes(part), "is cut short")
-        for content in (RIFX, RF64, pieces(FORMAT, (b"data", SOUND)))
-        for missing in (1, len(content) // 3)  # libsndfile takes it for a shorter one
-    ),
-    ("wav", lambda path: other_thing(path, os.mkfifo), "isn't a file"),
-    ("wav", lambda path: other_thing(path, os.mkdir), "isn't a file"),
+    *(("wav", content(data[:-1]), "short") for data in (RIFX, RF64, pieces(FORMAT, (b"data", SOUND)))),
+    ("wav", lambda path: other_thing(path, os.mkfifo), "file"),
 ]
 
 
@@ -290,7 +206,7 @@ def with_victim(root: Path, suffix: str) -> tuple[Path, Path]:
     return root, victim
 
 
-@pytest.mark.parametrize("random", [None, 0.0, 0.5, 0.99])
+@pytest.mark.parametrize("random", [None, 0.99])
 @pytest.mark.parametrize(("suffix", "harm", "reason"), BROKEN)
 def test_a_corrupt_file_is_found_for_every_cut(
     tmp_path: Path, suffix: str, harm: Callable[[Path], object], reason: str, random: float | None
@@ -299,37 +215,21 @@ def test_a_corrupt_file_is_found_for_every_cut(
     data = folder(root, random_crop=random is not None)  # listed before the harm, as files that go bad later
     replacing = folder(root, random_crop=random is not None, on_corrupt="skip")
     harm(victim)
-    with pytest.raises(BadInputError, match=rf"a/victim.{suffix}: .*({reason})"):
+    with refused(f"{victim}: {reason}"):
         Read(data, random=random)
     read = Read(replacing, [2, 0, 1], random=random)
     assert {(bad.sample, bad.name) for bad in read.bad} == {(0, str(victim))}
-    assert all(re.search(reason, bad.reason) for bad in read.bad)
     assert list(read)[1] in list(Read(replacing, [1, 2, 3], random=random)), "a whole sample stands in"
     assert read.label == [1, 1, 1], "with its own label"
     assert list(Read(replacing, [0], random=random)) == [list(read)[1]], "always the same"
 
 
-def test_damage_within_a_cut_is_found(tmp_path: Path) -> None:
-    root, victim = with_victim(tmp_path, "flac")
-    flipped(victim)
-    with pytest.raises(BadInputError, match=r"victim.flac: (can't be decoded|is cut short)"):
-        Read(AudioFolder(in_folder(root, SUFFIXES), 20.0, RATE, False, "fail"), [0])
-
-
-def test_a_decoder_that_stops_is_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, _ = with_victim(tmp_path, "wav")
-    read = soundfile.SoundFile.read
-    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *of, **how: read(*of, **how)[:-1])
-    with pytest.raises(BadInputError, match=r"victim.wav: is cut short: 99 samples of 100"):
-        Read(folder(root), [0])
-
-
-@pytest.mark.parametrize("on_corrupt", ["fail", "skip", "quarantine"])
+@pytest.mark.parametrize("on_corrupt", ["fail", "skip"])
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda p: write(p, ramp(100), 8000), r"8000 Hz, and audio.sample_rate is 1000: .*ffmpeg .*-ar 1000"),
-        (lambda p: p.unlink(), r"can't be read \(No such file or directory\)"),
+        (lambda p: write(p, ramp(100), 8000), "8000 Hz audio.sample_rate 1000"),
+        (lambda p: p.unlink(), "No such file"),
     ],
 )
 def test_what_is_not_corruption_is_never_replaced(
@@ -338,7 +238,7 @@ def test_what_is_not_corruption_is_never_replaced(
     root, victim = with_victim(tmp_path, "wav")
     data = folder(root, on_corrupt=on_corrupt)
     harm(victim)
-    with pytest.raises(BadInputError, match=f"^{victim}: .*{message}"):
+    with refused(f"{victim}: {message}"):
         Read(data)
 
 
@@ -355,7 +255,7 @@ def test_a_disk_that_fails_is_not_corruption(tmp_path: Path, monkeypatch: pytest
         return whole(file, count, at)
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(BadInputError, match=r"victim.flac: can't be read \(Input/output error\)"):
+    with refused(f"{victim}: Input/output"):
         Read(data)
 
 
@@ -376,24 +276,16 @@ def test_what_is_only_odd_is_read(tmp_path: Path, content: bytes) -> None:
     assert list(Read(folder(tmp_path))) == [ramp(100).tolist()]
 
 
-@pytest.mark.parametrize(
-    ("make", "seconds", "message"),
-    [
-        (lambda _: None, 1.0, "no such folder"),
-        (lambda root: root.mkdir(), 1.0, r"no files \(.wav, .flac\) below its class folders"),
-        (lambda root: write(root / "x.wav", ramp(9)), 1.0, "no files"),
-        (lambda root: write(root / "a" / "x.wav", ramp(9)), 0.0001, "0.0001 s at 1000 Hz hold no sample"),
-    ],
-)
-def test_a_folder_that_is_wrong_is_one_line(
-    tmp_path: Path, make: Callable[[Path], object], seconds: float, message: str
-) -> None:
-    make(tmp_path / "data")
-    with pytest.raises(BadInputError, match=message):
-        folder(tmp_path / "data", seconds)
+def test_a_folder_that_is_wrong_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "x.wav", ramp(9))
+    with refused(tmp_path, ".wav, .flac"):
+        folder(tmp_path)
+    write(tmp_path / "a" / "x.wav", ramp(9))
+    with refused("0.0001 1000"):
+        folder(tmp_path, 0.0001)
 
 
-@pytest.mark.parametrize("tag", [0, 1, 5000, 200_000])
+@pytest.mark.parametrize("tag", [1, 200_000])
 def test_a_tag_before_flac_is_skipped(tmp_path: Path, tag: int) -> None:
     """As taggers write it; soundfile by itself reads such a file from its start only."""
     plain = write(tmp_path / "plain" / "a" / "0.flac", ramp(9000))
@@ -436,8 +328,11 @@ def test_floats_that_are_clipped_are_told(tmp_path: Path, capsys: pytest.Capture
     assert named(capsys.readouterr().err, "training 1 1.2")
 
 
-@pytest.mark.parametrize("content", [FLAC, WAV, RIFX, RF64], ids=["FLAC", "WAV", "RIFX", "RF64"])
-@pytest.mark.parametrize("rest", [b"rubbish", FLAC, WAV], ids=["rubbish", "FLAC", "WAV"])
+@pytest.mark.parametrize(
+    ("content", "rest"),
+    [(FLAC, b"rubbish"), (FLAC, FLAC), (WAV, WAV), (RIFX, b"rubbish"), (RF64, WAV)],
+    ids=["FLAC", "two FLAC", "two WAV", "RIFX", "RF64"],
+)
 def test_what_lies_behind_the_end_is_not_heard(tmp_path: Path, content: bytes, rest: bytes) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.wav").write_bytes(content)

@@ -1,6 +1,4 @@
-import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -23,16 +21,6 @@ def test_a_batch_gives_its_fields_by_name_and_counts_samples() -> None:
         one["y"]
     with pytest.raises(TypeError):  # it would give names
         _, _ = one  # type: ignore[misc]
-
-
-def test_a_batch_is_frozen_and_is_copied_whole() -> None:
-    one = batch()
-    with pytest.raises(FrozenInstanceError):
-        one.num_items = 2  # type: ignore[misc]
-    short = replace(one, fields={"x": one["x"][:1]}, weight=None)
-    assert (len(short), short.weight, short.num_items, short.longest) == (1, None, 6, 2)
-    assert pickle.loads(pickle.dumps(one))["x"].tolist() == one["x"].tolist()
-    assert len(Batch({}, None, None, 3)) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Promise: a remote shard is copied once, is whole and right or not there, and the cache keeps its limit."""
 
-import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -14,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.remote import Web, files_below, wait_until_answered, write_pack
 from tests.helpers.waiting import SECONDS
 from trainer.data.formats.sharded import COLUMNS, INDEX, Shard
 from trainer.data.remote import cache
 from trainer.data.remote.cache import Cached, open_cached
-from trainer.errors import BadInputError
-from trainer.host import files as disk
 
 SIZE = 50_000
 NAMES = ("one", "two", "three", "four", "five")
@@ -61,14 +58,6 @@ def kept(folder: Path) -> set[str]:
 
 def parts(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("*.part")]
-
-
-def test_a_shard_is_fetched_once_and_then_there(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, None)
-    assert [read(place, "one") for _ in range(3)] == [content("one")] * 3
-    assert web.app.asked == {"/data/one": 1}
-    assert (kept(tmp_path), parts(tmp_path)) == ({"one"}, [])
-    assert str(place) == f"{web.url}/data"
 
 
 def in_forks(count: int, work: Callable[[], bool], seconds: float = SECONDS) -> list[int | None]:
@@ -116,39 +105,18 @@ def test_a_kill_during_a_download_leaves_nothing_that_is_taken_for_whole(web: We
     assert (kept(tmp_path), parts(tmp_path)) == ({"one"}, [])
 
 
-def test_what_a_killed_process_left_makes_room_first(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, 2 * SIZE)
-    read(place, "one")
-    left = tmp_path / f"{place_of(tmp_path, 'two').name}.part"
-    left.write_bytes(bytes(SIZE))
-    read(place, "three")
-    assert (kept(tmp_path), parts(tmp_path)) == ({"one", "three"}, [])
-
-
-def test_a_leftover_of_the_same_shard_does_not_count_twice(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, SIZE)
-    (tmp_path / f"{place_of(tmp_path, 'one').name}.part").write_bytes(bytes(SIZE))
-    assert read(place, "one") == content("one")
-
-
-def test_wrong_content_is_fetched_once_more(web: Web, tmp_path: Path) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, None)
-    web.app.faults["one"] = iter(["damage"])
-    assert read(place, "one") == content("one")
-    assert web.app.asked == {"/data/one": 2}
-
-
 @pytest.mark.parametrize("wrong", ["damage", "more"])
 def test_content_that_stays_wrong_is_told_and_not_kept(web: Web, tmp_path: Path, wrong: str) -> None:
     place = Cached(f"{web.url}/data", tmp_path, None)
     if wrong == "more":
         web.files["data/one"] += b"!"
     else:
-        web.app.faults["one"] = itertools.repeat("damage")
-    with pytest.raises(BadInputError, match=r"/data/one: isn't what its index says .* make the index again"):
+        web.app.faults |= {"two": iter(["damage"]), "one": itertools.repeat("damage")}
+        assert read(place, "two") == content("two"), "fetched once more"
+    with refused("/data/one:"):
         place.open(shard("one"))
-    assert web.app.asked == {"/data/one": 2}
-    assert list(tmp_path.glob("*.shard*")) == []
+    assert web.app.asked["/data/one"] == 2
+    assert not kept(tmp_path) - {"two"} and not parts(tmp_path)
 
 
 def test_the_shards_that_were_not_used_for_longest_go(web: Web, tmp_path: Path) -> None:
@@ -168,26 +136,8 @@ def test_the_shards_that_were_not_used_for_longest_go(web: Web, tmp_path: Path) 
     assert web.app.asked["/data/two"] == 2
 
 
-def test_what_others_put_into_the_folder_stays(web: Web, tmp_path: Path) -> None:
-    sha = "0" * 64
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    others = [ours / "thesis.tex", ours / f"{sha}.shard.bak", ours / f"x{sha}.shard", ours / f"{sha}.index"]
-    for path in others:
-        path.write_bytes(bytes(5 * SIZE))
-    (ours / f"{'1' * 64}.shard").symlink_to(others[0])
-    (ours / f"{'2' * 64}.shard").mkdir()
-    before = set(ours.iterdir())
-    place = Cached(f"{web.url}/data", ours, SIZE)
-    for name in NAMES:
-        read(place, name)
-    assert set(ours.iterdir()) - before == {place_of(ours, "five"), ours / "trainer-cache.lock"}
-    assert before <= set(ours.iterdir())
-    assert others[0].read_bytes() == bytes(5 * SIZE)
-
-
 def test_a_shard_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"cache_limit=49999B: .*/one alone has 50000B; raise it"):
+    with refused("data.cache_limit=49999B: 50000B"):
         Cached(f"{web.url}/data", tmp_path, SIZE - 1).open(shard("one"))
     assert parts(tmp_path) == []
 
@@ -213,53 +163,15 @@ def test_downloads_of_others_count_and_are_waited_for(
     assert kept(tmp_path) == {"one"}
 
 
-def test_many_processes_keep_the_limit_together(web: Web, tmp_path: Path) -> None:
-    place, limit = Cached(f"{web.url}/data", tmp_path, 2 * SIZE), 2 * SIZE
-    done = tmp_path / "done"
-
-    def work() -> bool:
-        order = itertools.islice(itertools.cycle(NAMES), os.getpid() % 5, os.getpid() % 5 + 15)
-        return all(read(place, name) == content(name) for name in order)
-
-    def watch() -> bool:
-        largest, last = 0, False
-        while not last:
-            last = done.exists()
-            with disk.locked(tmp_path / "trainer-cache.lock"):
-                total = 0
-                for path in tmp_path.glob("*.shard*"):
-                    with contextlib.suppress(FileNotFoundError):  # an unfinished one that nobody needs
-                        total += path.stat().st_size
-            largest = max(largest, total)
-        return SIZE < largest <= limit
-
-    # A process and not a thread: what is forked while a thread has a lock would have it, too.
-    watching = multiprocessing.get_context("fork").Process(target=lambda: os._exit(not watch()))
-    watching.start()
-    codes = in_forks(3, work)
-    done.touch()
-    watching.join(300)
-    assert (codes, watching.exitcode) == ([0, 0, 0], 0)
-
-
-@pytest.mark.parametrize(("number", "message"), [(28, "the disk is full .* free some"), (5, "can't be used")])
-def test_a_disk_that_fails_is_told(
-    web: Web, tmp_path: Path, number: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_is_told(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trainer.data.remote.access.os.pwrite", fail)
-    with pytest.raises(BadInputError, match=f"data.cache={tmp_path}: {message}"):
+    with refused(f"data.cache={tmp_path}:"):
         Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
     assert web.app.asked.total() == 1  # the server did nothing wrong
     assert list(tmp_path.glob("*.shard*")) == []
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BadInputError, match=r"data.cache=.*/file/cache: can't be used \(Not a directory\)"):
-        open_cached("https://host/x", tmp_path / "file" / "cache", None)
 
 
 # The index.
@@ -287,14 +199,14 @@ def test_an_index_is_fetched_once_for_each_of_its_versions(web: Web, tmp_path: P
     assert first.read(0) == old
     for path in folder.glob("*.shard"):
         path.unlink()
-    with pytest.raises(BadInputError, match="isn't what its index says"):  # it is there no more
+    with refused("index"):  # it is there no more
         again.read(0)
 
 
 @pytest.mark.usefixtures("pack")
 def test_an_index_that_is_wrong_at_the_server_is_told(web: Web, tmp_path: Path) -> None:
     web.files[f"pack/{COLUMNS}"] += b"!"
-    with pytest.raises(BadInputError, match=f"^{web.url}/pack: .*the index is damaged: .*make it again"):
+    with refused(f"{web.url}/pack:"):
         open_cached(f"{web.url}/pack", tmp_path / "cache", None)
     web.files[f"pack/{INDEX}"] = b"<html>log in</html>"
     with refused(f"{web.url}/pack/{INDEX} HTML"):
@@ -328,18 +240,10 @@ def broken(path: Path, how: str) -> None:
             file.write(bytes([data[len(data) // 2] ^ 1]))
         return
     path.unlink()
-    if how == "zeros":
-        path.write_bytes(bytes(len(data)))
-    elif how == "holes":
-        path.touch()
-        os.truncate(path, len(data))
-    elif how == "longer":
-        path.write_bytes(data + b"!")
-    elif how == "fifo":
-        os.mkfifo(path)
+    os.mkfifo(path)
 
 
-@pytest.mark.parametrize("how", ["in place", "zeros", "holes", "longer", "fifo"])
+@pytest.mark.parametrize("how", ["in place", "fifo"])
 def test_a_piece_that_others_changed_is_named_and_fetched_again(
     web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
@@ -349,27 +253,8 @@ def test_a_piece_that_others_changed_is_named_and_fetched_again(
     for _ in range(2):  # once is enough
         assert read(place, "one") == content("one") == path.read_bytes()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"trainer: data.cache: {path} ") and line.endswith(": it is fetched again")
+    assert named(line, "data.cache:", path)
     assert web.app.asked == {"/data/one": 2}
-
-
-def test_a_piece_that_is_a_link_is_told(web: Web, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_bytes(content("one"))
-    place_of(tmp_path, "one").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BadInputError, match=f"data.cache={tmp_path}: can't be used"):
-        Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
-
-
-def test_without_a_network_a_changed_piece_is_no_piece(
-    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = Cached(f"{web.url}/data", tmp_path, None)
-    read(place, "one")
-    broken(place_of(tmp_path, "one"), "in place")
-    web.close()
-    with pytest.raises(BadInputError, match="/data/one: can't be reached"):
-        place.open(shard("one"))
-    assert "was changed (its SHA-256 isn't what the index says)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("pack")
@@ -386,7 +271,7 @@ def test_an_index_that_others_changed_is_named_and_fetched_again(
     again = open_cached(f"{web.url}/pack", folder, None)
     assert (again.classes, again.fingerprint()) == (expected.classes, expected.fingerprint())
     (line,) = capsys.readouterr().err.splitlines()
-    assert str(file) in line and line.endswith("fetched again")
+    assert named(line, file)
 
 
 @pytest.mark.usefixtures("pack")
@@ -395,19 +280,17 @@ def test_an_index_without_an_end_is_refused(
 ) -> None:
     monkeypatch.setattr("trainer.host.strict_json.LARGEST", 1 << 10)
     web.files[f"pack/{INDEX}"] = b" " * ((1 << 10) + 1)
-    with pytest.raises(BadInputError, match=f"/{INDEX}: more than 1024B came, which no index has"):
+    with refused(f"{INDEX}: 1024B"):
         open_cached(f"{web.url}/pack", tmp_path / "cache", None)
     monkeypatch.setattr("trainer.host.strict_json.LARGEST", 1 << 24)
     monkeypatch.setattr(cache, "_MOST_COLUMNS", 10)
     web.files |= files_below(tmp_path)
-    with pytest.raises(BadInputError, match=f"/{COLUMNS}: more than 10B came"):
+    with refused(f"{COLUMNS}: 10B"):
         open_cached(f"{web.url}/pack", tmp_path / "cache", None)
     assert list((tmp_path / "cache").rglob("*.part")) == []
 
 
-@pytest.mark.parametrize(
-    "where", ["file:///etc/passwd", "/data/one", "ftp://host/x", "http://[::x", "data:,x"]
-)
+@pytest.mark.parametrize("where", ["file:///etc/passwd", "/data/one"])
 def test_a_redirect_that_is_refused_is_not_tried_again(web: Web, tmp_path: Path, where: str) -> None:
     asked = list[str]()
 
@@ -417,9 +300,7 @@ def test_a_redirect_that_is_refused_is_not_tried_again(web: Web, tmp_path: Path,
         return []
 
     web.app._app = lead
-    with pytest.raises(
-        BadInputError, match="/data/one: its server leads elsewhere, where nothing is fetched"
-    ):
+    with refused("/data/one:"):
         Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
     assert len(asked) == (10 if where == "/data/one" else 1)  # a circle is followed ten times
     assert list(tmp_path.glob("*.shard*")) == []

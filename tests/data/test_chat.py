@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refused
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
 from trainer.data.formats.messages import Talk, sample_of
 from trainer.data.formats.turns import counted, turns, unread_keys
@@ -112,51 +112,6 @@ def test_added_tokens_that_are_words_end_no_turn(
     assert chat.turn_end == (chat.ends[end] if ends else None)
 
 
-def test_a_turn_that_ends_only_where_another_follows(tmp_path: Path) -> None:
-    """As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end, which is told."""
-    follows = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
-    template = CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + follows)
-    assert template != CHATML
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
-    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}<|im_end|>|{TALK[3]['content']}"
-    text, spans = turns(chat, TALK, [1, 3])
-    assert counted(chat, text, next(chat.encode([text])), spans).unended == 1
-
-
-MARKED_BY_ROLES = (  # as GLM's: no end of a turn, the next role's token follows; the last one is thought over
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + '<think>' * (loop.last and m.role == 'assistant') + "
-    "m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-ENDED_TWICE = (  # as Cohere's
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + '<think>' * (loop.last and m.role == 'assistant') + "
-    "m.content + '<|answered|> <|turn|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [(MARKED_BY_ROLES, ""), (ENDED_TWICE, "<|answered|> <|turn|>")],
-    ids=["roles", "twice"],
-)
-def test_the_end_of_a_turn_is_its_own_and_whole(template: str, end: str, tmp_path: Path) -> None:
-    folder = chat_folder(tmp_path, template=template)
-    add(folder, special=True, **{f"<|{one}|>": {} for one in ("user", "assistant", "answered", "turn")})
-    chat = open_tokenizer(folder)
-    assert chat.turn_end == chat.ends.get("<|turn|>" * bool(end))
-    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}{end}|<think>{TALK[3]['content']}{end}"
-    text, spans = turns(chat, TALK, [1, 3])
-    assert counted(chat, text, next(chat.encode([text])), spans).unended == 2 * (not end)
-
-
-def test_the_longest_of_two_ends_is_the_one(tmp_path: Path) -> None:
-    """As the library finds tokens; in a turn whose end is found by a probe."""
-    template = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")
-    folder = chat_folder(tmp_path, "qwen3", template)
-    add(folder, special=True, **{"<|im_end|>>": {}})
-    assert counting(open_tokenizer(folder), TALK, [1]) == f"{TALK[1]['content']}<|im_end|>>"
-
-
 @pytest.mark.parametrize("keys", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}])
 def test_an_end_that_takes_the_blanks_beside_it_counts(keys: dict[str, bool], tmp_path: Path) -> None:
     for family in ("marked", "qwen3"):
@@ -169,27 +124,6 @@ def test_an_end_that_takes_the_blanks_beside_it_counts(keys: dict[str, bool], tm
         assert "".join(said).count("<|im_end|>") == 2
         text, spans = turns(chat, TALK, [1, 3])
         assert counted(chat, text, next(chat.encode([text])), spans).unended == 0
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        "messages[-1].role == 'assistant' and messages|length < 4",  # a conversation that stops in between
-        "not tools",
-        "messages[1].name is not defined",
-        "messages[2].content|length > 12",  # where a mark is put to find it
-    ],
-)
-def test_a_template_that_refuses_what_is_only_tried(refusal: str, tmp_path: Path) -> None:
-    template = "{% if " + refusal + " %}{{ raise_exception('no') }}{% endif %}" + TEMPLATES["qwen3"]
-    chat = open_tokenizer(chat_folder(tmp_path, "qwen3", template))
-    talk = [TALK[0], {**TALK[1], "name": "a"}, *TALK[2:]]
-    tools = [{"name": "add"}]
-    last = f"<think>\n\n</think>\n\n{TALK[3]['content']}<|im_end|>"
-    assert counting(chat, talk, [3], tools) == last
-    text, spans = turns(chat, talk, [3], tools)
-    unread = list(unread_keys(chat, Talk(talk, [3], tools), text, spans))
-    assert unread == ["'name' in messages"] * ("name" not in refusal)
 
 
 def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
@@ -208,15 +142,6 @@ def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
             continue
         with refused("tool_calls", "call 2", "message 2", by=ChatError):
             list(unread_keys(chat, Talk(talk, [1]), text, spans))
-
-
-def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_path: Path) -> None:
-    chat = open_tokenizer(chat_folder(tmp_path, "qwen3"))
-    talk = [dict(one) for one in TALK]
-    talk[1]["content"], talk[3]["content"] = "<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"
-    assert counting(chat, talk, [3]) == "<think>\nso\n</think>\n\nno<|im_end|>"
-    with refused("message 2", by=ChatError):
-        turns(chat, talk, [1, 3])
 
 
 SAID = "{{ m.content }}<|im_end|>\n"
@@ -251,20 +176,18 @@ ANSWER_ALONE = WITHIN.replace(THOUGHT, "").replace("m.content }}", "m.content.sp
     [
         (THOUGHT + SAID, {}, ()),
         (LAST + SAID, {}, (1,)),  # as Qwen 3's
-        (LAST.replace("reasoning_content", "thinking") + SAID, {}, (1,)),  # as gpt-oss'
         (SAID, {}, (1, 3)),
         (THOUGHT.replace("m.reasoning_content +", "m.reasoning_content[:2] +") + SAID, {}, (1, 3)),
         (WITHIN, {}, ()),
         (MARKED, {}, (1, 3)),  # the answer alone counts
         (ANSWER_ALONE, {"inline": True}, (1, 3)),
-        ("{{ m.content[:9] }}<|im_end|>\n", {"inline": True}, (1, 3)),
         (SAID, {"inline": True}, ()),
-        (THOUGHT + SAID, {"prompt": "<think>"}, ()),
         (SAID, {"prompt": "<think>", "inline": True}, ()),
     ],
 )
-@pytest.mark.parametrize("words", [("one thing", "yes"), ("yes", "yes")])
-@pytest.mark.parametrize("learn", ["completions", "last", "all"])
+@pytest.mark.parametrize(
+    ("words", "learn"), [(("one thing", "yes"), "last"), (("yes", "yes"), "completions"), (("a", "b"), "all")]
+)
 def test_what_counts_is_learned_with_its_thinking(
     said: str, keys: dict[str, Any], refused: tuple[int, ...], words: Any, learn: str, tmp_path: Path
 ) -> None:
@@ -299,7 +222,6 @@ def test_what_counts_is_learned_with_its_thinking(
         ("{{ m.tool_calls | tojson if m.tool_calls else '' }}", "", []),
         ("{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}", "", ["id"]),
         ("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}", "arguments", []),
-        ("{% for c in m.tool_calls or [] %}{{ c.function.arguments|tojson }}{% endfor %}", "name", []),
         ("{{ m.tool_calls[0].function | tojson if m.tool_calls and loop.last else '' }}", "tool_calls", []),
     ],
 )
@@ -317,52 +239,11 @@ def test_each_part_of_a_call_is_learned(said: str, left_out: str, unread: list[s
         assert list(unread_keys(chat, talk, text, spans)) == [f"{key!r} in tool_calls" for key in unread]
 
 
-def test_a_key_that_is_read_in_one_message_is_counted_for_the_others(tmp_path: Path) -> None:
-    template = thinking(SAID.replace("<|im_end|>", "{{ m.name if loop.first else '' }}<|im_end|>"))
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
-    first, second = {**TALK[0], "name": "Al"}, {**TALK[2], "name": "Bo"}
-    for messages, unread in (([first, TALK[1]], 0), ([first, TALK[1], second, TALK[3]], 1)):
-        talk = Talk(messages, [1])
-        text, spans = turns(chat, messages, [1])
-        assert list(unread_keys(chat, talk, text, spans)) == ["'name' in messages"] * unread
-
-
-def test_a_turn_of_several_calls_ends_with_the_last(tmp_path: Path) -> None:
-    """In a template that ends each call, and writes a turn otherwise where it is the last one."""
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{{ '<think></think>' * (loop.last and m.role == 'assistant') + m.content }}"
-        "{% for call in m.tool_calls or [{'function': {'name': ''}}] %}{{ call.function.name }}<|im_end|>"
-        "{% endfor %}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
-    )
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
-    calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
-    asked = {"role": "assistant", "content": "", "tool_calls": calls}
-    assert counting(chat, [TALK[0], asked, *TALK[:2]], [1]) == "add<|im_end|>take<|im_end|>"
-
-
-def test_tools_and_their_answers(tmp_path: Path) -> None:
-    chat = open_tokenizer(chat_folder(tmp_path, "qwen3"))
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": 2}}}
-    talk = [
-        {"role": "user", "content": "two and two?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "4"},
-        {"role": "assistant", "content": "four"},
-    ]
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    said = counting(chat, talk, [1, 3], tools)
-    call_text = '\n<tool_call>\n{"name": "add", "arguments": {"a": "é", "b": 2}}\n</tool_call><|im_end|>'
-    assert said == f"{call_text}|<think>\n\n</think>\n\nfour<|im_end|>"
-
-
 @pytest.mark.parametrize(
     "template",
     [
         "{{ call.function | tojson }}",  # a string would be quoted again
         '{{ \'{"name": "add", "arguments": \' + call.function.arguments + \'}\' }}',
-        '{{ \'{"name": "add", "arguments": \' ~ call.function.arguments ~ \'}\' }}',
         "{% set said = call.function.arguments %}"
         '{{ \'{"name": "add", "arguments": \' ~ (said if said is string else said | tojson) ~ \'}\' }}',
     ],
@@ -385,48 +266,41 @@ def test_arguments_of_a_call_become_json_once(template: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "messages", "says"),
     [
-        ("gemma", [{"role": "system", "content": "Be kind"}, *TALK], "System role not supported"),
-        ("mistral", [*TALK[:2], TALK[3]], "roles must alternate"),
-        (
-            "zephyr",
-            [*TALK[:3], {"role": "tool", "content": "4"}, TALK[3]],
-            "leaves message 4 .role 'tool'. out",
-        ),
+        ("gemma", [{"role": "system", "content": "Be kind"}, *TALK], "System"),
+        ("zephyr", [*TALK[:3], {"role": "tool", "content": "4"}, TALK[3]], "message 4 'tool'"),
     ],
 )
 def test_what_a_template_refuses_or_drops(family: str, messages: Any, says: str, tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path, family))
-    with pytest.raises(ChatError, match=says):
+    with refused(says, by=ChatError):
         turns(chat, messages, [])
+
+
+ONE_MARK = (
+    "{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}.{% endgeneration %}{% endif %}"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{{ messages[0].__class__.__mro__ }}", "refuses it .*unsafe"),
-        ("{% set n = namespace() %}{% set n.__class__ = 1 %}", "underscore"),
-        ("{{ messages.append(1) }}", "refuses it .*unsafe"),
-        ("{{ nothing.there }}", "refuses it .*undefined"),
-        ("{% for m in messages %}{{ m.content }}{{ m.gone }}", "none that jinja2 reads"),
-        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", "leaves message 1"),
-        (
-            "{% for m in messages|reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-            "before message 2 otherwise",
-        ),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for m in messages %}{{ m.content }}{{ m.gone }}", "jinja2"),
+        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", "message 1"),
+        ("{% for m in messages|reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "message 2"),
         (
             "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-            "marks by {% generation %} what others",
+            "generation",
         ),
-        (
-            "{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}.{% endgeneration %}"
-            "{% endif %}{% endfor %}",
-            "marks 1 turns",
-        ),
+        (ONE_MARK, "1 turns"),
     ],
 )
 def test_a_template_that_is_odd(template: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises((ChatError, BadInputError), match=says):
+    with pytest.raises((ChatError, BadInputError)) as raised:
         turns(open_tokenizer(chat_folder(tmp_path, template=template)), TALK, [1, 3])
+    assert named(str(raised.value), says)
 
 
 def test_a_template_is_told_the_same_date_every_day(tmp_path: Path) -> None:
@@ -434,13 +308,6 @@ def test_a_template_is_told_the_same_date_every_day(tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path, template=template))
     assert chat.asks_date
     assert chat.render(TALK).startswith("26 Jul 2024\n")
-
-
-def test_templates_by_name(tmp_path: Path) -> None:
-    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    chat = open_tokenizer(chat_folder(tmp_path, template="", chat_template=both))
-    assert (chat.render(TALK), chat.render(TALK, [{"name": "f"}])) == ("plain", "tools")
-    assert open_tokenizer(chat_folder(tmp_path, chat_template=both)).render(TALK).startswith("<|im_start|>")
 
 
 def test_a_token_that_is_partly_prompt_does_not_count(tmp_path: Path) -> None:
@@ -453,8 +320,7 @@ def test_a_token_that_is_partly_prompt_does_not_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gemma", "smollm2"])
 @pytest.mark.parametrize(
-    "config",
-    [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}, {"bos_token": None}],
+    "config", [{}, {"add_bos_token": True}, {"add_eos_token": True}, {"bos_token": None}]
 )
 def test_a_text_begins_as_transformers_begins_it(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -466,56 +332,22 @@ def test_a_text_begins_as_transformers_begins_it(family: str, config: dict[str, 
     assert theirs == ([] if chat.bos is None else [chat.bos]) + ours
 
 
-def test_a_template_for_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
-    """As save_pretrained writes a tokenizer that has one for tools."""
-    transformers = pytest.importorskip("transformers")
-    both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}" + CHATML}]
-    folder = chat_folder(tmp_path / "old", template="", chat_template=both)
-    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "new")
-    assert (tmp_path / "new" / "additional_chat_templates").is_dir()
-    chat, tools = open_tokenizer(tmp_path / "new"), [{"name": "f"}]
-    assert chat.render(TALK, tools).startswith("[{'name': 'f'}]<|im_start|>")
-    assert chat.render(TALK) == open_tokenizer(folder).render(TALK)
-
-
-def test_a_turn_that_a_template_marks_in_several_blocks(tmp_path: Path) -> None:
-    template = TEMPLATES["marked"].replace(
-        "{% generation %}{{ message.content }}",
-        "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}",
-    )
-    chat = open_tokenizer(chat_folder(tmp_path, "marked", template))
-    said = [f"{TALK[number]['content']}<|im_end|>" for number in (1, 3)]
-    assert counting(chat, TALK, [1, 3]) == "|".join(said)
-    assert turns(chat, TALK, [])[1] == []
-    with pytest.raises(ChatError, match="marks 4 turns"):
-        turns(chat, TALK, [3])
+DROPOUT = '{"model": {"type": "BPE", "dropout": 0.1, "vocab": {}, "merges": []}}'
+EXTRA = json.dumps({"added_tokens_decoder": {"7": {"content": "<extra>"}}})
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("tokenizer_config.json", '{"split_special_tokens": true}', "would be text; take it out"),
-        ("tokenizer.json", None, "no tokenizer.json"),
-        ("tokenizer.json", "{}", "not a tokenizer.json"),
-        (
-            "tokenizer.json",
-            '{"model": {"type": "BPE", "dropout": 0.1, "vocab": {}, "merges": []}}',
-            "says dropout 0.1, so a text has other tokens each time",
-        ),
-        ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
-        ("tokenizer_config.json", "[]", "isn't a JSON object"),
-        (
-            "tokenizer_config.json",
-            '{"eos_token": "<none>"}',
-            "eos_token '<none>', which tokenizer.json doesn't",
-        ),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is no text"),
-        (
-            "tokenizer_config.json",
-            json.dumps({"added_tokens_decoder": {"7": {"content": "<extra>"}}}),
-            "token 7 is '<extra>', and tokenizer.json doesn't",
-        ),
-        ("chat_template.jinja", "\udcff", "not UTF-8"),
+        ("tokenizer_config.json", '{"split_special_tokens": true}', "split_special_tokens"),
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("tokenizer.json", "{}", "tokenizer.json"),
+        ("tokenizer.json", DROPOUT, "dropout 0.1"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: JSON"),
+        ("tokenizer_config.json", '{"eos_token": "<none>"}', "eos_token '<none>' tokenizer.json"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template"),
+        ("tokenizer_config.json", EXTRA, "7 '<extra>' tokenizer.json"),
+        ("chat_template.jinja", "\udcff", "UTF-8"),
     ],
 )
 def test_a_folder_that_is_odd(name: str, content: str | None, says: str, tmp_path: Path) -> None:
@@ -524,6 +356,5 @@ def test_a_folder_that_is_odd(name: str, content: str | None, says: str, tmp_pat
         (folder / name).unlink()
     else:
         (folder / name).write_text(content, errors="surrogateescape")
-    with pytest.raises(BadInputError, match=says) as error:
+    with refused(says):
         open_tokenizer(folder)
-    assert "\n" not in str(error.value)

@@ -51,11 +51,3 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     (tmp_path / "data_batch_2.bin").write_bytes(b"torn")
     with pytest.raises(BadInputError, match="4 bytes are no whole number of images"):
         open_cifar10(tmp_path)
-
-
-def test_a_file_beside_the_six_is_counted(tmp_path: Path) -> None:
-    write(tmp_path)
-    assert not open_cifar10(tmp_path)[0].left_out
-    (tmp_path / "data_batch_6.bin").write_bytes(b"")
-    (left_out,) = open_cifar10(tmp_path)[0].left_out
-    assert (left_out.count, left_out.first) == (1, "data_batch_6.bin")

@@ -56,39 +56,8 @@ def test_no_slot_is_written_and_no_batch_used_or_freed_too_early(
     assert cuda.problems == []
 
 
-def test_a_copy_is_under_way_while_the_batch_before_is_computed(cuda: Cuda) -> None:
-    a_pass(cuda, 4, staged=False)
-    order = [what for _, what, _ in cuda.done]
-    assert order == [
-        *("copies to the device", "copies to the device", "computes"),
-        *("copies to the device", "computes") * 2,
-        "computes",
-    ]
-    assert {stream for stream, what, _ in cuda.done if what == "computes"} == {0}
-    assert {stream for stream, what, _ in cuda.done if what != "computes"} == {1}
-
-
 def test_passes_share_one_stream(cuda: Cuda) -> None:
     """What a stream's copies leave in the allocator no other stream can take: each would hold its own."""
     for _ in range(3):
         a_pass(cuda, 3, staged=False)
     assert len(cuda.streams) == 1
-
-
-def test_the_stub_sees_what_it_is_for(cuda: Cuda) -> None:
-    """By hand, each fault once: else the tests above would hold of any order."""
-    slot, side = torch.zeros(4, dtype=torch.uint8), torch.cuda.Stream(GPU)
-    with torch.cuda.stream(side):
-        copy = slot.to(GPU, non_blocking=True)
-    cuda.host_writes(slot)
-    cuda.computes(copy)
-    del copy
-    target = torch.zeros(4)
-    target.copy_(cuda.put(torch.ones(4)), non_blocking=True)
-    cuda.host_reads(target)
-    assert cuda.problems == [
-        "written while a copy reads it",
-        "computed with before its copy was waited for",
-        "freed while a stream may read it that its allocator doesn't know of",
-        "read while a copy writes it",
-    ]

@@ -18,13 +18,9 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box, snapped_cut
 from trainer.data.formats.orientation import (
-    apply_orientation,
     orientation as orientation_of_file,
-    stored_box,
-    turned_size,
 )
 from trainer.data.formats.records import Reading
-from trainer.data.formats.signatures import what_it_is
 
 UPRIGHT = Reading(upright=True)
 
@@ -69,7 +65,6 @@ def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> Non
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("JPEG", {}),
         ("WEBP", {"lossless": True}),
         ("TIFF", {}),
         ("JPEG", {"xmp": b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>', "exif": b""}),
@@ -85,35 +80,6 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
     assert orientation_of_file(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
 
 
-@pytest.mark.parametrize("tags", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0" + b"\xff" * 40])
-def test_damaged_exif_turns_nothing(tags: bytes) -> None:
-    data = encoded(picture(), "JPEG", exif=tags)
-    assert torch.equal(decode.decode_whole(data, UPRIGHT), decode.decode_whole(data))
-
-
-def test_a_scaled_cut_is_turned_too() -> None:
-    plain = noise(640, 480, grain=80)
-    data = encoded(plain, "JPEG", quality=95, exif=exif(6))
-    box = Box(37, 21, 400, 410)
-    small = decode.cut_out(data, lambda *_: box, 50, scaled=True, reading=UPRIGHT)
-    full = decode.cut_out(data, lambda *_: box, reading=UPRIGHT)
-    assert small.shape[2:] == (50, 51)
-    there, here = (decode.resize(image, 50, 50).float() for image in (full, small))
-    assert (there - here).abs().mean() < 8
-
-
-def test_boxes_go_there_and_back() -> None:
-    image = torch.arange(5 * 7).reshape(1, 1, 5, 7)
-    for orientation in range(1, 9):
-        upright = apply_orientation(image, orientation)
-        assert tuple(upright.shape[2:]) == turned_size(orientation, 5, 7)
-        top, left, height, width = box = Box(1, 2, 3, 2)
-        there = stored_box(box, orientation, 5, 7)
-        cut = image[:, :, there.top : there.top + there.height, there.left : there.left + there.width]
-        expected = upright[:, :, top : top + height, left : left + width]
-        assert torch.equal(apply_orientation(cut, orientation), expected)
-
-
 # 16 bits
 
 
@@ -123,7 +89,7 @@ def deep(most: int, kind: str, **options: Any) -> bytearray:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-@pytest.mark.parametrize(("most", "bits"), [(30, 8), (255, 8), (694, 10), (3071, 12), (4095, 12)])
+@pytest.mark.parametrize(("most", "bits"), [(255, 8), (694, 10), (4095, 12)])
 def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, bits: int) -> None:
     data = deep(most, kind)
     assert f"largest value is {most:,} would be (nearly) black" in (line := refused(data))
@@ -132,11 +98,6 @@ def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, bits: 
     ramp = np.linspace(0, most, 1200).astype(np.uint16).reshape(30, 40)
     assert np.array_equal(found, ramp >> (bits - 8))
     assert rows(decode.decode_whole(data, Reading(bits=16))).max() == most >> 8, "as it is, if that is wanted"
-
-
-def test_what_is_black_in_truth_and_what_is_too_large_for_its_bits() -> None:
-    assert rows(decode.decode_whole(deep(0, "PNG"))).max() == 0
-    assert rows(decode.decode_whole(deep(60_000, "PNG"), Reading(bits=12))).max() == 255
 
 
 @pytest.mark.parametrize("maximum", [65535, 4095])
@@ -159,7 +120,7 @@ def test_twelve_bits_of_sixteen_in_a_ppm() -> None:
     assert "nearly) black" in refused(b"P6 4 3 65535\n" + full)
 
 
-@pytest.mark.parametrize(("mode", "channels"), [(2, 3), (6, 4), (4, 2)])
+@pytest.mark.parametrize(("mode", "channels"), [(2, 3), (4, 2)])
 def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) -> None:
     """Of a critical chunk that isn't known, at which libpng gives up."""
 
@@ -180,8 +141,8 @@ def with_junk(data: bytearray, where: bytes, junk: bytes) -> bytearray:
     return bytearray(data[:at] + junk + data[at:])
 
 
-@pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xc0", b"\xff\xc4", b"\xff\xda"])
-@pytest.mark.parametrize("junk", [b"\0", b"\0\1\2\3\4", bytes(16), b"\xff\xff\xff", b"abc\xff"])
+@pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xda"])
+@pytest.mark.parametrize("junk", [b"\0\1\2\3\4", b"\xff\xff\xff"])
 def test_bytes_before_a_marker_are_skipped_as_pillow_does(where: bytes, junk: bytes) -> None:
     data = with_junk(encoded(picture(), "JPEG", quality=90), where, junk)
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
@@ -198,7 +159,7 @@ def verdict(data: bytearray, side: int) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}, {"subsampling": 0}],
+    [{}, {"progressive": True}, {"restart_marker_rows": 1}],
 )
 def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any]) -> None:
     whole = encoded(noise(320, 240), "JPEG", quality=60, **options)
@@ -277,23 +238,13 @@ WHAT = {
     "bytes 0xff and nothing else": b"\xff" * 50,
     "an HTML page": b"\n<!DOCTYPE html><html><head><title>404</title>",
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
-    "a git-annex pointer": b"/annex/objects/SHA256E-s12--ab.jpg\n",
     "XML": b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
     "SVG, which isn't read": b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>",
     "text that begins with '{": b'{"error": "not found"}',
-    "text that begins with 'id\tx": b"id,x",
-    "text in UTF-16": "\ufeffpath,label".encode("utf-16-le"),
     "an image as base64 text": b"/9j/4AAQSkZJRgABAQ",
     "gzip": b"\x1f\x8b\x08\0" + b"abc",
-    "a zip archive": b"PK\3\4" + b"abc",
     "HEIC, which isn't read": b"\0\0\0\x18ftypheic\0\0\0\0heic" + b"\1" * 50,
-    "JPEG XL, which isn't read": b"\xff\x0a\xfa\x1f",
-    "a Photoshop file": b"8BPS\0\1" + b"\2" * 30,
-    "a TIFF that is cut off or damaged": b"II*\0\x08",
     "a JPEG that is cut off or damaged": b"\xff\xd8\xff",
-    "macOS's notes": b"\0\5\x16\7\0\2\0\0Mac OS X",
-    "a NumPy array": b"\x93NUMPY\1\0v",
-    "a video (MP4)": b"\0\0\0\x18ftypisom",
     "it begins with 01 80 02": b"\1\x80\2\x81\3\x82" * 9,
 }
 
@@ -301,8 +252,6 @@ WHAT = {
 @pytest.mark.parametrize("what", WHAT)
 def test_a_message_says_what_a_file_is(what: str) -> None:
     data = WHAT[what]
-    if what.startswith("text that begins with 'id"):
-        what, data = "text that begins with 'id x'", b"id\tx"
     if what.startswith("bytes 0xff"):
         what = "50 bytes 0xff and nothing else"
     line = refused(data)
@@ -311,46 +260,6 @@ def test_a_message_says_what_a_file_is(what: str) -> None:
     assert "0x7" not in line
     assert "\n" not in line
     assert len(line) < 200
-
-
-def test_what_is_read_is_not_said_to_be_foreign() -> None:
-    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
-        data = encoded(picture(), kind)
-        for end in (12, 40, len(data) // 2):
-            line = refused(data[:end])
-            assert "isn't read" not in line, kind
-            assert " at 0x" not in line, kind
-        assert "that is cut off or damaged" in what_it_is(data), kind
-
-
-@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
-def test_what_pillow_can_read_is_read(kind: str) -> None:
-    if not features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind]):
-        pytest.skip(f"this PIL doesn't read {kind}")
-    data = encoded(picture(), kind)
-    assert np.array_equal(
-        rows(decode.decode_whole(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    )
-
-
-@pytest.mark.skipif(not features.check("avif"), reason="no AVIF")
-def test_a_damaged_avif_that_could_be_read_is_not_said_to_be_unread() -> None:
-    data = encoded(picture(), "AVIF")
-    for end in (100, 300, len(data) - 1):
-        assert "not a readable image (an AVIF" in refused(data[:end])
-
-
-@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
-def test_what_pillow_is_built_without_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded(picture(), kind)
-    monkeypatch.setattr(decode, "formats", lambda: decode._FORMATS)
-    assert {"AVIF": "AVIF, which isn't read", "JPEG2000": "a JPEG 2000"}[kind] in refused(data)
-
-
-def test_a_hundred_megapixels_are_read_and_two_hundred_are_named() -> None:
-    line = refused(b"P5 20000 10000 255\n")
-    assert "more than 178,956,970 aren't read" in line
-    assert "make it smaller" in line
 
 
 def noisy_files() -> list[bytearray]:

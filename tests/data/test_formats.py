@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from tests.helpers.toys import build_alone, make_recipe
-from trainer.config import data as config_data
 from trainer.config.data import DataConfig
 from trainer.config.formats import FORMATS, Format, described_formats, formats_of
 from trainer.data.formats.files import Files, in_folder
@@ -60,11 +58,3 @@ def test_a_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytest.Mo
         sums.append(torch.cat([p.flatten() for p in run.state.model.parameters()]))
         run.close()
     assert torch.equal(*sums)
-
-
-def test_the_schema_knows_what_the_table_has() -> None:
-    kind: Any = config_data.Kind
-    assert get_args(kind) == tuple(FORMATS)
-    for name, one in FORMATS.items():
-        assert one.tasks or name == "own"
-        assert bool(one.opens) <= (one.place != "nowhere" and one.workers)

@@ -1,7 +1,5 @@
 """Promise: an image gives the same pixels from every format; what can't be decoded is named or replaced."""
 
-import contextlib
-import gc
 import io
 import json
 import os
@@ -20,19 +18,17 @@ from PIL import Image
 from tests.helpers.batches import CPU, read_all
 from tests.helpers.image_folders import (
     SIDE,
-    as_shards,
     encoded,
     opened,
     picture,
 )
 from trainer.config.data import LoaderConfig
-from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
+from trainer.data.corrupt import Bad, Corrupt, Quarantine
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.records import Records
-from trainer.data.formats.sharded import in_shards
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.errors import BadInputError
@@ -50,20 +46,15 @@ def pixels(data: bytearray) -> npt.NDArray[np.uint8]:
     ("kind", "mode", "options"),
     [
         ("JPEG", "RGB", {"quality": 90}),
-        ("JPEG", "L", {"quality": 90}),
         ("JPEG", "RGB", {"quality": 90, "progressive": True}),
         ("JPEG", "CMYK", {"quality": 90}),
         ("PNG", "RGB", {}),
         ("PNG", "RGBA", {}),
         ("PNG", "P", {}),
-        ("PNG", "L", {}),
-        ("PNG", "LA", {}),
         ("PNG", "1", {}),
         ("WEBP", "RGB", {"lossless": True}),
-        ("BMP", "RGB", {}),
         ("GIF", "P", {}),
         ("TIFF", "RGB", {}),
-        ("PPM", "RGB", {}),
     ],
 )
 def test_every_kind_is_what_pillow_makes_of_it(kind: str, mode: str, options: dict[str, Any]) -> None:
@@ -79,21 +70,12 @@ def test_sixteen_bits_keep_their_upper_eight() -> None:
         assert np.array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2)), kind
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_the_first_frame_of_an_animation(kind: str) -> None:
+def test_the_first_frame_of_an_animation() -> None:
     first, second = picture(), Image.new("RGB", (40, 30), "red")
-    data = encoded(
-        first, kind, save_all=True, append_images=[second], **({"lossless": True} if kind == "WEBP" else {})
-    )
+    data = encoded(first, "GIF", save_all=True, append_images=[second])
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     assert np.array_equal(pixels(data), expected)
     assert not np.array_equal(expected, np.asarray(second))
-
-
-def test_one_pixel_is_an_image() -> None:
-    for kind in ("JPEG", "PNG", "WEBP"):
-        cut = decode.cut_out(encoded(Image.new("RGB", (1, 1), (9, 9, 9)), kind), whole)
-        assert decode.resize(cut, SIDE, SIDE).shape == (1, 3, SIDE, SIDE)
 
 
 def bomb_png() -> bytearray:
@@ -122,10 +104,7 @@ def cut_off(kind: str, share: float, **options: Any) -> bytearray:
 
 BAD: dict[str, Callable[[], bytearray]] = {
     "empty": bytearray,
-    "zeros": lambda: bytearray(1000),
     "text": lambda: bytearray(b"<html>404 not found</html>"),
-    "soi": lambda: bytearray(b"\xff\xd8\xff"),
-    "jpeg_half": lambda: cut_off("JPEG", 0.5),
     "jpeg_nearly": lambda: cut_off("JPEG", 0.95),
     "jpeg_header": lambda: cut_off("JPEG", 0.05),
     "progressive_half": lambda: cut_off("JPEG", 0.5, progressive=True),
@@ -133,7 +112,6 @@ BAD: dict[str, Callable[[], bytearray]] = {
     "webp_half": lambda: cut_off("WEBP", 0.5),
     "gif_half": lambda: cut_off("GIF", 0.5),
     "tiff_half": lambda: cut_off("TIFF", 0.5),
-    "bmp_half": lambda: cut_off("BMP", 0.5),
     "bomb_png": bomb_png,
     "float": lambda: encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"),
     "bomb_jpeg": bomb_jpeg,
@@ -160,30 +138,6 @@ def test_no_program_is_run_for_an_image(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "ran").exists()
 
 
-def test_bytes_that_flipped_never_end_otherwise() -> None:
-    random = np.random.default_rng(0)
-    for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"):
-        good = encoded(picture(), kind)
-        for _ in range(40):
-            data = bytearray(good)
-            for at in random.integers(0, min(len(data), 200), 3).tolist():
-                data[at] = int(random.integers(0, 256))
-            with contextlib.suppress(Corrupt):
-                assert decode.cut_out(data, whole).dtype == torch.uint8
-
-
-def test_a_large_jpeg_is_decoded_smaller_only_where_it_pays() -> None:
-    data = encoded(picture(size=(800, 600)), "JPEG", quality=95)
-    box = Box(16, 16, 560, 640)
-    full = decode.cut_out(data, lambda *_: box, side=70)
-    small = decode.cut_out(data, lambda *_: box, side=70, scaled=True)
-    assert full.shape[2:] == (560, 640)
-    assert small.shape[2:] == (70, 80), "an eighth, because both sides are 8 times 70"
-    assert decode.cut_out(data, lambda *_: box, side=300, scaled=True).shape[2:] == (560, 640)
-    there, here = (decode.resize(image, 70, 70).float() for image in (full, small))
-    assert (there - here).abs().mean() < 2
-
-
 def numbers(count: int) -> Any:
     return np.random.default_rng(3).random((count, 4), dtype=np.float32)
 
@@ -208,14 +162,11 @@ def test_the_same_images_in_the_same_order_from_every_format(
     assert len(np.unique(expected["label"])) == 10
 
 
-NOT_FORKED = pytest.mark.xdist_group("forkserver")
-
-
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        *(("folder", "fork"), ("shards", "fork"), pytest.param("pack", "fork", marks=pytest.mark.slow)),
-        *(pytest.param(kind, "forkserver", marks=NOT_FORKED) for kind in ("csv", "raw")),
+        ("shards", "fork"),
+        pytest.param("raw", "forkserver", marks=pytest.mark.xdist_group("forkserver")),
     ],
 )
 def test_workers_and_a_resume_change_no_bit(
@@ -227,50 +178,12 @@ def test_workers_and_a_resume_change_no_bit(
     batches = source.share.batches()
     expected = read_all(RingLoader(source, CPU, 0, LoaderConfig()), batches)
     assert len({batch[0] for batch in expected}) == len(batches), "no two batches are the same"
-    for workers in (0, 1, 3):
+    for workers in (0, 2):
         config = LoaderConfig(start_method=method, prefetch=2)
         assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
 
 
-def test_a_folder_of_odd_files_loses_only_those_that_are_no_images(tmp_path: Path) -> None:
-    """Whatever they are called: every file is a .png."""
-    odd = {
-        f"good-{mode}": bytes(encoded(picture(mode), "TIFF"))
-        for mode in ("1", "P", "LA", "L", "CMYK", "RGBA")
-    }
-    odd["good-deep"] = bytes(encoded(Image.fromarray(np.full((30, 40), 50_000, np.uint16)), "PNG"))
-    frames = [Image.new("RGB", (40, 30), "red")]
-    odd["good-moving"] = bytes(encoded(picture(), "GIF", save_all=True, append_images=frames))
-    odd |= {f"bad-{name}": bytes(make()) for name, make in BAD.items()}
-    for name, data in odd.items():
-        file = tmp_path / name.partition("-")[0] / f"{name}.png"
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(data)
-    records = in_folder(tmp_path)
-    dataset = ImageDataset(records, SIDE, random_crop=False, on_corrupt="quarantine")
-    out = {
-        name: np.zeros((len(records), *field.shape), field.dtype) for name, field in dataset.fields.items()
-    }
-    bad = dataset.read(np.arange(len(records)), None, out)
-    assert {Path(each.name).stem for each in bad} == {name for name in odd if name.startswith("bad-")}
-    assert out["label"].tolist() == [1] * len(records), "only good ones stand in"
-
-
-def test_a_corrupt_sample_fails_with_its_name(broken: Path) -> None:
-    with pytest.raises(BadInputError, match=r"\.jpg: not a readable image .*on_corrupt=quarantine"):
-        read(in_folder(broken))
-
-
-def test_what_stands_in_is_the_same_in_every_format(broken: Path, tmp_path: Path) -> None:
-    expected = read(in_folder(broken), on_corrupt="skip")
-    for kind in ("csv", "shards", "pack"):
-        (tmp_path / kind).mkdir()
-        found = read(opened(kind, broken, tmp_path / kind), on_corrupt="skip")
-        assert np.array_equal(found["image"], expected["image"]), kind
-        assert np.array_equal(found["label"], expected["label"]), kind
-
-
-@pytest.mark.parametrize("kind", ["folder", "shards", pytest.param("pack", marks=pytest.mark.slow), "raw"])
+@pytest.mark.parametrize("kind", ["folder", "raw"])
 def test_what_stands_in_is_always_the_same(kind: str, broken: Path, tmp_path: Path) -> None:
     """For any number of workers and after a resume."""
     (tmp_path / "work").mkdir()
@@ -316,15 +229,6 @@ def test_starting_again_does_not_get_around_the_budget(tmp_path: Path) -> None:
         first.add(found[:1])
 
 
-def test_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
-    file = tmp_path / "quarantine.jsonl"
-    file.write_text('{"data": "training", "sam')
-    Quarantine("training", 5, file).add([Bad(7, "7.jpg", "torn")])
-    assert Quarantine("training", 5, file).samples == {7}
-    with pytest.raises(BadInputError, match="can't be written"):
-        Quarantine("training", 5, tmp_path / "quarantine.jsonl" / "x").add([Bad(7, "7.jpg", "torn")])
-
-
 def test_an_image_is_resized_alike_however_it_lies_in_memory_and_by_the_quick_path() -> None:
     """torch takes the quick one where every stride is that of channels last, the batch's of one, too."""
     random = np.random.default_rng(0)
@@ -339,41 +243,6 @@ def test_an_image_is_resized_alike_however_it_lies_in_memory_and_by_the_quick_pa
             assert channels == 1 or found.stride() == (32 * 40 * 3, 1, 40 * 3, 3)
 
 
-def test_what_stands_in_goes_by_the_sample_alone() -> None:
-    """Not by the row of a batch, which is another one in each epoch."""
-
-    def stand_in(samples: list[int]) -> int:
-        filled = dict[int, int]()
-
-        def fill(row: int, sample: int) -> None:
-            if sample == 5:
-                raise Corrupt("torn")
-            filled[row] = sample
-
-        assert [bad.sample for bad in fill_rows(np.array(samples), fill, str, "skip", 100)] == [5]
-        return filled[samples.index(5)]
-
-    assert stand_in([5]) == stand_in([1, 2, 5]) == stand_in([9, 5, 3, 4])
-
-
-def test_where_nothing_can_stand_in_it_ends() -> None:
-    def fill(row: int, sample: int) -> None:
-        raise Corrupt(f"torn {row} {sample}")
-
-    with pytest.raises(BadInputError, match="32 samples that might stand in"):
-        fill_rows(np.array([5]), fill, str, "skip", 100)
-
-
-def test_an_error_of_reading_is_not_corruption(photographs: Path, tmp_path: Path) -> None:
-    """It may pass, and the run would have trained on other samples."""
-    records = opened("shards", photographs, tmp_path)
-    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="skip")
-    out: dict[str, Any] = {"image": np.zeros((1, SIDE, SIDE, 3), np.uint8), "label": np.zeros(1, np.int64)}
-    (tmp_path / "002.tar").unlink()
-    with pytest.raises(BadInputError, match=r"002\.tar.*can't be read \(No such file"):
-        dataset.read(np.array([15]), numbers(1), out)
-
-
 def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_path: Path) -> None:
     records = opened("shards", photographs, tmp_path)
     first = records.read(0)
@@ -382,39 +251,3 @@ def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_p
     os.truncate(tmp_path / "001.tar", 5000)
     with pytest.raises(BadInputError, match=r"5,000 bytes and not .* as when it was indexed"):
         records.read(8)
-
-
-def test_a_closed_loader_leaves_nothing_open(photographs: Path, tmp_path: Path) -> None:
-    def opened_files() -> int:
-        gc.collect()
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = opened_files()
-    for _ in range(2):
-        records = in_shards(as_shards(photographs, tmp_path))
-        share = Share(Plan(30, 4, 4, 1, last="cross", seed=1))
-        loader = RingLoader(Source(ImageDataset(records, SIDE, True), share, 4), CPU, 0, LoaderConfig())
-        next(loader(range(2)))
-        loader.close()
-    del records, loader
-    assert opened_files() <= before
-
-
-class Locked(ImageDataset):
-    """A data set of somebody's that can't be sent."""
-
-    def __init__(self, records: Records) -> None:
-        super().__init__(records, SIDE, random_crop=True)
-        import threading
-
-        self.guard = threading.Lock()
-
-
-@NOT_FORKED
-def test_what_can_not_be_sent_to_a_worker_is_named(photographs: Path) -> None:
-    dataset = Locked(in_folder(photographs))
-    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
-    with pytest.raises(BadInputError, match=r"Locked\.guard \(lock\) can't be sent"):
-        RingLoader(source, CPU, 1, LoaderConfig(start_method="forkserver"))
-    loader = RingLoader(source, CPU, 1, LoaderConfig(start_method="fork"))
-    assert len(read_all(loader, range(2))) == 2

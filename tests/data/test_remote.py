@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import threading
 from collections.abc import Iterator
 from email.utils import format_datetime
 
@@ -17,7 +16,6 @@ from tests.helpers.remote import S3, Web, wait_until_answered
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
-from trainer.config.sizes import parse_size, size_text
 from trainer.data.remote import access
 from trainer.data.remote.access import DownloadSink, WrongContentError, fetch, join
 from trainer.data.shared import anonymous_file
@@ -107,15 +105,6 @@ def test_a_refusal_is_told_at_once(server: Server, fault: str, message: str, wai
     assert (waits, server.app.asked.total()) == ([], 1)
 
 
-@pytest.mark.parametrize("size", [7, None])
-def test_what_is_not_there_is_told_at_once(server: Server, size: int | None, waits: list[float]) -> None:
-    with pytest.raises(
-        BadInputError, match=r"at/nothing: HTTP 404 \(not found\); check .*`trainer data pack"
-    ):
-        got(server, "nothing", size)
-    assert (waits, server.app.asked.total()) == ([], 1)
-
-
 def test_a_length_that_differs_from_the_index_is_found(server: Server, waits: list[float]) -> None:
     with pytest.raises(BadInputError, match=r"ended after 100,000|is shorter than its index says"):
         got(server, size=len(DATA) + 50_000)
@@ -134,12 +123,6 @@ def test_a_silent_server_holds_nobody_for_ever(server: Server, monkeypatch: pyte
     said = r"(no answer in time|can't be reached \((Read|Connect)T.*), after 2 tries"
     with pytest.raises(BadInputError, match=said):
         got(server, size=20_000)  # on a busy machine before the server has read the question
-
-
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "_WAITS", (0.0, 0.0))
-    with pytest.raises(BadInputError, match=r"http://127.0.0.1:9/x: can't be reached \(.*\), after 3 tries"):
-        fetch("http://127.0.0.1:9/x", DownloadSink(-1))
 
 
 @pytest.mark.usefixtures("waits")
@@ -185,17 +168,6 @@ def test_a_server_that_says_how_long_to_wait_is_waited_for(
     assert got(server, size=None) == DATA
     assert waits[3] == pytest.approx(100, abs=60)
     assert waits[4:] == [0.5, 1]
-
-
-def test_it_is_not_waited_for_longer_than_minutes(server: Server, waits: list[float]) -> None:
-    server.app.faults[NAME] = itertools.repeat("429 120")
-    with refused("HTTP 429 120", join(f"{server.url}/at", NAME)):
-        got(server, size=20_000)
-    assert waits == [120, 120]
-    server.app.faults[NAME] = itertools.repeat("503 86400")
-    with refused("HTTP 503 86,400"):
-        got(server, size=20_000)
-    assert waits == [120, 120]
 
 
 @pytest.mark.parametrize("size", [7, 100_000, None])
@@ -302,92 +274,21 @@ def test_a_role_that_has_ended_is_fetched_once_more(bucket: S3, role: Web) -> No
     bucket.app.faults.clear()
 
 
-def test_no_thread_is_left_behind_which_a_fork_would_cut_short(server: Server) -> None:
-    before = threading.enumerate()
-    got(server)
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    assert [thread for thread in left if "process_request" not in thread.name] == []  # the server's
-
-
-def test_it_works_in_a_notebook_which_has_a_loop_of_its_own(server: Server) -> None:
-    async def cell() -> bytes:
-        return got(server)
-
-    assert asyncio.run(cell()) == DATA
-
-
-def test_without_credentials_the_line_says_where_they_come_from(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if isinstance(server, Web):
-        return
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
-    with pytest.raises(BadInputError, match=r"NoCredentialsError.*FSSPEC_S3_ANON=true"):
-        got(server)
-    import fsspec.config
-
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True})  # what that variable sets
-    assert got(server) == DATA
-
-
 SECRET = "s3cr3t"
 URLS = [
-    (["data.path=s3://bucket/x"], "data.cache is needed"),
-    (["data.path=s3://bucket/x", "data.cache=c", "data.name=folder"], "data.name=folder reads files of this"),
-    (["data.path=/data", "data.cache=c"], "for a data.path that is a URL"),
-    (["data.path=/data", "data.cache_limit=1GB"], "for a data.path that is a URL"),
-    ([f"data.path=s3://me:{SECRET}@bucket/x", "data.cache=c"], "AWS_SECRET_ACCESS_KEY or ~/.aws"),
-    ([f"data.path=https://me:{SECRET}@host/x", "data.cache=c"], "user or password"),
-    ([f"data.path=https://{SECRET}@host/x", "data.cache=c"], "user or password"),
-    ([f"data.path=s3://me:{SECRET}/y@bucket/x", "data.cache=c"], "user"),
-    ([f"data.path=https://me:{SECRET}/y@host/x", "data.cache=c"], "not a URL"),
-    ([f"data.path=https://host/x?X-Amz-Signature={SECRET}", "data.cache=c"], "a URL with ? or #"),
-    (["data.path=gs://bucket/x", "data.cache=c"], "give s3://BUCKET/PATH or https://HOST/PATH"),
-    (["data.path=s3://", "data.cache=c"], "give s3://BUCKET/PATH"),
-    (
-        ["data.path=s3://bucket/x", "data.cache=c", "data.cache_limit=much"],
-        "data.cache_limit=much: give a numb",
-    ),
-    (
-        ["data.path=s3://bucket/x", "data.cache=c", "data.cache_limit=200"],
-        "data.cache_limit=200: give a number",
-    ),
-    (["data.path=s3://bucket/x", "data.cache=c", "data.cache_limit=0GB"], "give a size above 0"),
+    (["data.path=s3://bucket/x"], "data.cache"),
+    (["data.path=s3://bucket/x", "data.cache=c", "data.name=folder"], "data.name=folder"),
+    (["data.path=/data", "data.cache=c"], "data.path URL"),
+    ([f"data.path=s3://me:{SECRET}@bucket/x", "data.cache=c"], "AWS_SECRET_ACCESS_KEY ~/.aws"),
+    ([f"data.path=https://me:{SECRET}/y@host/x", "data.cache=c"], "URL"),
+    ([f"data.path=https://host/x?X-Amz-Signature={SECRET}", "data.cache=c"], "? #"),
+    (["data.path=gs://bucket/x", "data.cache=c"], "s3://BUCKET/PATH"),
+    (["data.path=s3://bucket/x", "data.cache=c", "data.cache_limit=200"], "data.cache_limit=200:"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "message"), URLS)
 def test_what_does_not_go_together_is_one_line_without_secrets(settings: list[str], message: str) -> None:
-    with pytest.raises(BadInputError) as caught:
+    with refused(message) as caught:
         validated(Recipe, override(read_recipe("digits"), ["data.name=pack", *settings]), "digits")
-    assert message in str(caught.value)
     assert SECRET not in str(caught.value)
-
-
-def test_a_url_stays_as_it_is() -> None:
-    settings = ["data.name=pack", "data.path=s3://bucket//x y", "data.cache=c", "data.cache_limit=1.5 TiB"]
-    recipe = validated(Recipe, override(read_recipe("digits"), settings), "digits")
-    assert recipe.data.path == "s3://bucket//x y"
-    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("200GB", 200 * 10**9), ("1.5TiB", 3 << 39), ("7 b", 7), ("0.5kB", 500)]
-)  # fmt: skip
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1GBB", "1e9GB", "5ib", "1,5GB", "9" * 400 + "GB", "²GB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 200GB"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("size", [1, 99_999, 100_000, 123_456_789, 10**12, 5 * 10**17])
-def test_a_size_that_is_told_is_enough_and_not_much_more(size: int) -> None:
-    assert size <= parse_size(size_text(size)) <= size * 1.01

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.test_left_out import archive, sample
+from tests.data.test_tars import archive, sample
 from tests.helpers.remote import Web, files_below
 from trainer.config.data import DataConfig
 from trainer.data.formats.pack import PackSettings, pack
@@ -61,17 +61,12 @@ CUT = r"ended after [\d,]+ of [\d,]+ bytes, after 2 tries; put the whole file th
     ("content", "message"),
     [
         (SHARD[:AT] + b"X" + SHARD[AT + 1 :], WRONG),
-        (SHARD[: AT + 150] + b"7" + SHARD[AT + 151 :], WRONG),
         (archive(*sample("12"), *sample("11"), *sample("10")), WRONG),
-        (archive(*sample("10"), *sample("10"), *sample("12")), WRONG),
         (SHARD + SHARD, WRONG),
-        (bytes(len(SHARD)), WRONG),
         (SHARD[:AT], CUT),
-        (SHARD[:-1024], CUT),
         (b"<html>not found</html>", r"its server sent an HTML page .*~/\.netrc"),
-        (b"", CUT),
     ],
-    ids=["name", "checksum", "order", "twice", "longer", "zeros", "cut", "end", "page", "empty"],
+    ids=["name", "order", "longer", "cut", "page"],
 )
 def test_what_is_not_as_it_was_indexed(
     web: Web, tmp_path: Path, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
@@ -94,10 +89,9 @@ RIGHT = archive(("0.png", BLACK), ("0.cls", b"0"), ("1.png", WHITE), ("1.cls", b
     "content",
     [
         archive(("0.png", WHITE), ("0.cls", b"0"), ("1.png", BLACK), ("1.cls", b"1")),
-        archive(("0.png", BLACK), ("0.cls", b"0"), ("1.png", png(254)), ("1.cls", b"1")),
         bytes(len(RIGHT)),
     ],
-    ids=["swapped", "another", "zeros"],
+    ids=["swapped", "zeros"],
 )
 def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, content: bytes) -> None:
     for part in ("train", "val"):

@@ -1,26 +1,18 @@
 """Promise: behind S3 the batches are the same, and with a small cache a shard comes once an epoch."""
 
-import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from tests.helpers import preloaded
 from tests.helpers.batches import CPU, frozen
 from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered, write_pack
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
-from trainer.data.dataset import limited, spread
 from trainer.data.formats.sharded import About
 from trainer.data.loader import RingLoader, Source
-from trainer.data.remote.cache import Cached, CachedShards, fitting_shards_per_block
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import load_images, order_of
 from trainer.errors import BadInputError
@@ -85,9 +77,7 @@ def batches(what: DataConfig, workers: int, method: Any = "fork", epochs: int = 
         loader.close()
 
 
-@pytest.mark.parametrize(
-    ("workers", "method"), [(0, "fork"), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("workers", "method"), [(0, "fork"), (2, "fork")])
 def test_batches_are_those_of_the_local_folder(
     s3: S3, pack: Path, about: About, tmp_path: Path, workers: int, method: str
 ) -> None:
@@ -120,85 +110,11 @@ def test_with_a_small_cache_each_shard_comes_once_an_epoch(s3: S3, tmp_path: Pat
     assert limit / 2 < largest <= limit
 
 
-def test_batches_in_steps_are_the_same_with_any_number_of_workers(
-    s3: S3, pack: Path, about: About, tmp_path: Path
-) -> None:
-    what = remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B")
-    expected = list(batches(what, 0, epochs=2))
-    assert list(batches(what, 2, epochs=2)) == expected
-    assert list(batches(config(path=pack), 0, epochs=1)) != expected[: len(expected) // 2]
-
-
-def test_a_shard_that_vanishes_is_fetched_again(s3: S3, pack: Path, about: About, tmp_path: Path) -> None:
-    read = list[list[bytes]]()
-    for batch in batches(remote(s3, tmp_path), 0, epochs=2):
-        read.append(batch)
-        if len(read) == 2 * len(SHARDS):  # an epoch: all are there, and open
-            for path in tmp_path.glob("*.shard"):
-                path.unlink()
-    assert read == list(batches(config(path=pack), 0, epochs=2))
-    # Who has it open goes on with it; the next run fetches.
-    list(batches(remote(s3, tmp_path), 0, epochs=1))
-    assert asked_for(s3.app, about) == [2] * len(SHARDS)
-
-
-def test_an_evicted_shard_does_not_take_up_the_disk(s3: S3, about: About, tmp_path: Path) -> None:
-    """A process closes what was evicted when it opens the next."""
-    data = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B"), 0).train
-    records: Any = data
-    shards = records.records
-    assert isinstance(shards, CachedShards)
-    for sample in range(0, sum(SHARDS), SHARDS[0]):
-        shards.read(sample)
-    assert len(shards._files) <= 3
-    assert sum(os.fstat(file).st_nlink == 0 for file in shards._files.values()) <= 1
-
-
-@pytest.mark.parametrize(("limit", "sizes"), [(10, (3, 2, 2, 3)), (3, (1, 1, 1)), (2, (1, 1))])
-def test_a_few_of_them_keep_the_order_of_shards(
-    s3: S3, about: About, tmp_path: Path, limit: int, sizes: tuple[int, ...]
-) -> None:
-    whole = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B"), 0).train
-    few = limited(whole, limit)
-    assert order_of(few) == (sizes, 1)
-    shards = cast(Any, few).records
-    all_hashes = cast(Any, whole).records._columns["hash"]
-    assert shards._columns["hash"].tolist() == all_hashes[spread(len(whole), limit)].tolist()
-
-
 def test_a_limit_below_two_shards_names_the_smallest(s3: S3, about: About, tmp_path: Path) -> None:
     smallest = limit_for(about, 1)
     with pytest.raises(BadInputError, match=f"={smallest - 1}B is too low: .* set {smallest}B"):
         load_images(remote(s3, tmp_path, cache_limit=f"{smallest - 1}B"), 0)
     load_images(remote(s3, tmp_path, cache_limit=f"{smallest}B"), 0)
-
-
-def test_as_many_shards_are_shuffled_together_as_fit_twice(s3: S3, about: About, tmp_path: Path) -> None:
-    largest = max(shard.bytes for shard in about.shards)
-    images = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1) + 2 * largest - 1}B"), 0)
-    assert order_of(images.train)[1] == 1
-    assert order_of(images.evaluation) == ((), 0)
-    total = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
-    assert total == 0  # only indices were fetched
-    parts = [cast(CachedShards, cast(Any, part).records) for part in (images.train, images.evaluation)]
-    parts[0].about.shards *= 4
-    for shards_per_block in (1, 2, 3, 7):
-        for more in (0, 2 * largest - 1):
-            limit = limit_for(about, shards_per_block) + more
-            assert fitting_shards_per_block(limit, parts) == shards_per_block
-
-
-def test_samples_that_are_numbered_across_shards_need_all_of_them(tmp_path: Path) -> None:
-    from trainer.data.shared import Columns
-
-    about = write_pack(tmp_path / "train", [3, 3])
-    columns = Columns.hold({"shard": np.array([0, 1, 0, 1, 0, 1], np.int32)})
-    shards = CachedShards(about, columns, Cached("https://host/x", tmp_path, None))
-    total = sum(shard.bytes for shard in about.shards)
-    assert fitting_shards_per_block(total, [shards]) == 0
-    about.shards.append(about.shards[0])
-    with pytest.raises(BadInputError, match="https://host/x: its samples are numbered across its shards"):
-        fitting_shards_per_block(total, [shards])
 
 
 def recipe(data: DataConfig) -> Recipe:
@@ -220,31 +136,3 @@ def test_a_run_tells_its_order_so_that_a_resume_with_another_is_refused(
         assert bool(make_plan(recipe(data), task).shards_per_block) == ("shards" in orders[-1]["order"])
     assert orders[0] == orders[1] == orders[2]
     assert orders[3] == {**orders[0], "order": "shuffled in blocks of 2 shards"}
-
-
-@pytest.mark.slow
-def test_a_run_behind_s3_ends_with_the_weights_of_a_local_one(s3: S3, pack: Path, tmp_path: Path) -> None:
-    words = [
-        "data.name=pack",
-        "data.image_size=8",
-        "data.global_batch_size=16",
-        "data.micro_batch_size=8",
-        "epochs=2",
-    ]
-    words += ["data.augment=none", "data.workers=1", "parallel.threads=1", "model.width=4"]
-
-    def train(out: str, *more: str) -> Path:
-        settings = [word for setting in (*words, *more) for word in ("--set", setting)]
-        done = preloaded.run(
-            [sys.executable, "-m", "trainer", "train", "digits", "--out", out, *settings], cwd=tmp_path
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        return tmp_path / out
-
-    local = train("local", f"data.path={pack}")
-    away = train("away", f"data.path={s3.url}/some/where", "data.cache=cache")
-    for weights in ("model.safetensors", "ema.safetensors"):
-        if (local / weights).exists():
-            assert (away / weights).read_bytes() == (local / weights).read_bytes()
-    assert json.loads((away / "manifest.json").read_text())["status"] == "finished"
-    assert torch.cuda.is_available() or list((tmp_path / "cache").glob("*.shard"))

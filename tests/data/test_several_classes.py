@@ -1,6 +1,5 @@
 """Promise: images of several classes, by a separator or by columns, train with a sigmoid, and are told so."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +11,9 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.forked import attempt
-from tests.helpers.refusals import named, refusal, refused
-from trainer.cli import main
-from trainer.config.data import DataConfig, EvaluationSetConfig
+from tests.helpers.refusals import named, refused
+from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
-from trainer.config.recipe import Recipe
 from trainer.config.tasks import RegularizationConfig
 from trainer.data.batch import Batch
 from trainer.data.sources import ImageData, load_images
@@ -96,23 +92,6 @@ def test_the_loss_is_the_binary_cross_entropy_of_a_sigmoid(data: dict[str, Any])
         Classification(DataConfig(**data), ModelConfig(), RegularizationConfig(label_smoothing=0.1), 0)
 
 
-@pytest.mark.parametrize("data", ["separator"], indirect=True)
-def test_a_run_of_it_is_measured_shown_and_exported(
-    data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    sections = {"max_steps": 3, "epochs": 9, "parallel": {"threads": 1}, "model": {"width": 4}, "data": data}
-    sections |= {"evaluation": {"every": "end"}, "log": {"to": []}}
-    done = attempt(run, Recipe.model_validate(sections))
-    assert done.code == 0, done.said
-    assert main(["evaluate", str(run), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["metrics"].keys() >= {"loss", "accuracy"} and "confusion" not in result
-    assert main(["predict", str(run), "--samples", "2"]) == 0
-    assert named(capsys.readouterr().out, "sample 0")
-    refusal(main(["evaluate", str(run), "--plot", "a.svg"]), capsys.readouterr().err, "--plot")
-
-
 def test_the_fingerprint_tells_sets_of_classes_apart(tmp_path: Path) -> None:
     seen = set[str]()
     (tmp_path / "val.csv").write_text("path,label\nv.png,a|b\n")
@@ -128,12 +107,6 @@ def test_the_fingerprint_tells_sets_of_classes_apart(tmp_path: Path) -> None:
         config = DataConfig(name="table", path=tmp_path, label_separator="|")
         seen.add(load_images(config, 0).train.fingerprint())
     assert len(seen) == 5
-
-
-def test_a_set_of_another_kind_has_no_separator(tmp_path: Path) -> None:
-    config = DataConfig(name="table", path=tmp_path, label_separator="|")
-    assert EvaluationSetConfig(path=tmp_path / "more").on(config).label_separator == "|"
-    assert EvaluationSetConfig(name="folder", path=tmp_path).on(config).label_separator is None
 
 
 def test_what_is_neither_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from trainer.config.data import Last
 from trainer.data.sampling.block_order import in_blocks
-from trainer.data.sampling.plan import Plan, Share
+from trainer.data.sampling.plan import Plan
 from trainer.rng import Ints, permuted
 
 pytestmark = pytest.mark.compat
@@ -19,12 +19,6 @@ sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda shar
 def epoch_of(shards: list[int], shards_per_block: int, seed: int = 0, epoch: int = 0) -> Ints:
     total = sum(shards)
     return in_blocks(seed, np.full(total, epoch), np.arange(total), tuple(shards), shards_per_block)
-
-
-def runs(shards: list[int], order: Ints) -> list[int]:
-    """The shards of an order, each where it comes first."""
-    shard = np.repeat(np.arange(len(shards)), shards)[order]
-    return list(dict.fromkeys(shard.tolist()))
 
 
 @given(
@@ -46,30 +40,6 @@ def test_a_stretch_needs_the_shards_of_its_block_only(
     last = {number: int(np.flatnonzero(shard == number)[-1]) for number in first}
     for position in range(len(order)):
         assert sum(first[number] <= position <= last[number] for number in first) <= shards_per_block
-
-
-def test_blocks_are_shuffled_in_themselves_and_shards_among_each_other() -> None:
-    shards, shards_per_block = [50] * 12, 4
-    order = epoch_of(shards, shards_per_block)
-    shard = (order // 50).reshape(3, 200)
-    for block in shard:
-        assert np.bincount(block, minlength=12)[np.unique(block)].tolist() == [50] * 4
-        changes = int((block[1:] != block[:-1]).sum())
-        assert 120 < changes < 180  # of 199 neighbors three quarters lie in different shards
-    assert sorted(runs(shards, order)) != runs(shards, order)
-    inside = order[:200][shard[0] == shard[0, 0]] % 50
-    assert np.abs(np.corrcoef(inside, np.arange(50))[0, 1]) < 0.5
-    other = epoch_of(shards, shards_per_block, epoch=1)
-    assert (order == other).mean() < 0.05
-    assert set(runs(shards, order)[:4]) != set(runs(shards, other)[:4])
-    assert (order == epoch_of(shards, shards_per_block, seed=1)).mean() < 0.05
-
-
-def test_seed_and_block_key_the_order_inside() -> None:
-    one, other = (epoch_of([100], 1, seed=seed) for seed in (0, 1))
-    assert (one == other).mean() < 0.1
-    first, second = epoch_of([100, 100], 1).reshape(2, 100) % 100
-    assert (first == second).mean() < 0.1
 
 
 def test_shards_come_to_each_block_and_samples_to_each_place_equally_often() -> None:
@@ -122,23 +92,6 @@ def test_a_plan_has_this_order_in_every_epoch_also_across_the_border(plan: Plan)
         expected = epoch_of(list(plan.shards), plan.shards_per_block, plan.seed, number)
         assert np.array_equal(seen, expected[: len(seen)])
         assert plan.last == "drop" or len(seen) == plan.samples
-
-
-@given(plan=plans(), world=st.sampled_from((1, 2, 4)))
-def test_any_world_size_reads_the_same_steps(plan: Plan, world: int) -> None:
-    whole = plan.read(np.arange(plan.steps * plan.micro_batches)).sample.reshape(plan.steps, -1)
-    parts = [
-        plan.read(share.micro_batches(np.arange(len(share.batches())))).sample.reshape(plan.steps, -1)
-        for share in (Share(plan, rank, world) for rank in range(world))
-    ]
-    assert np.array_equal(np.concatenate(parts, 1), whole)
-
-
-@given(plan=plans(), data=st.data())
-def test_a_batch_is_the_same_alone_and_among_others(plan: Plan, data: st.DataObject) -> None:
-    micro_batch = data.draw(st.integers(0, plan.steps * plan.micro_batches - 1))
-    whole = plan.read(np.arange(plan.steps * plan.micro_batches)).sample
-    assert np.array_equal(plan.read(np.array([micro_batch])).sample[0], whole[micro_batch])
 
 
 def test_the_plain_order_is_the_one_without_shards() -> None:

@@ -4,28 +4,14 @@ on after a cut with the same bits; the compressors are measured on what the mode
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.helpers.toys import make_recipe
-from trainer.checkpoint.store import newest_good, write
 from trainer.cli import main
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe
 from trainer.data.builtin.stdlib import END, is_held_out, read_modules, stdlib_text
 from trainer.data.formats.documents import StreamDataset
-from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.train.components.checkpoint_choice import load_checkpoint
-from trainer.train.components.run import build
-from trainer.train.components.task import make_task
-from trainer.train.state import numbers_of, tensors_of
-from trainer.train.step import train_step
-
-ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
 
 def a_library(root: Path, modules: int = 60) -> Path:
@@ -70,46 +56,6 @@ def test_the_text_is_all_of_the_modules() -> None:
     assert len(learned.tokens) > 4e6
     other = StreamDataset(np.append(held.tokens, np.uint8(7)), 256, whole=True)
     assert other.fingerprint() != StreamDataset(held.tokens, 256, whole=True).fingerprint()
-
-
-def short_recipe(**keys: Any) -> Recipe:
-    values = read_recipe("gpt-stdlib")
-    values["data"] |= {"global_batch_size": 8, "micro_batch_size": 4}
-    values["language"] |= {"layers": 2, "width": 64, "sequence_length": 128}
-    return make_recipe(**values | {"max_steps": 30, "ema": {"decay": 0.9}} | keys)
-
-
-@pytest.mark.compat
-def test_a_short_run_learns_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    recipe = short_recipe()
-    task = make_task(recipe)
-
-    def steps(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, bytes]]:
-        run = build(recipe, task, ALONE, 0)
-        state = run.state
-        if first:
-            load_checkpoint(run, newest_good(folder)[0])
-            assert state.step == first
-        run.replica.train()
-        batches, losses = run.loader(run.share.batches(first)), []
-        for step in range(first, last):
-            before = float(state.loss)
-            train_step(run, batches, step)
-            losses.append(float(state.loss) - before)
-        tensors = tensors_of(state)
-        write(folder, last, tensors, numbers_of(state, [float(state.loss)]))
-        saved = {f"{kind}/{name}": tensor for kind, part in tensors.items() for name, tensor in part.items()}
-        return losses, {name: tensor.detach().numpy().tobytes() for name, tensor in saved.items()}
-
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "cut").mkdir()
-    losses, whole = steps(tmp_path / "whole", 0, 9)
-    assert losses[0] == pytest.approx(np.log(256), abs=0.3)
-    steps(tmp_path / "cut", 0, 5)
-    _, cut = steps(tmp_path / "cut", 5, 9)
-    assert cut == whole
-    losses, _ = steps(tmp_path / "cut", 9, 30)
-    assert np.mean(losses[-5:]) < 3.0
 
 
 @pytest.mark.slow

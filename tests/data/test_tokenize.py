@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.batches import rows
 from tests.helpers.forked import replace
+from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.data.formats import encoders, tokenize as module
 from trainer.data.formats.chat import open_tokenizer
 from trainer.data.formats.conversations import RowSplit
-from trainer.data.formats.tokenize import list_files, tokenize
+from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TokenDataset, read_about, verify_tokens
 from trainer.errors import BadInputError
@@ -88,34 +88,6 @@ def test_bytes_of_a_folder(tmp_path: Path) -> None:
     assert [row.tolist() for row in rows(data)] == [expected[:5], expected[4:]]
 
 
-def test_the_source_is_told_by_its_names_and_content(tmp_path: Path) -> None:
-    sources = [
-        {"a": b"x", "b": b""},
-        {"a": b"", "b": b"x"},
-        {"a": b"x", "c": b""},
-        {"a": b"x"},
-        {"a": b"x", "b": b""},
-    ]
-    told = []
-    for number, texts in enumerate(sources):
-        target = tmp_path / f"{number}.bin"
-        tokenize(folder_of(tmp_path / str(number), texts), target, "bytes")
-        about = read_about(target)
-        assert about is not None
-        told.append(about.source)
-    assert len(set(told)) == 4
-    assert told[0] == told[4]
-
-
-def test_files_can_be_chosen(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, {"a.py": b"1", "b.txt": b"2", "c/d.py": b"3"})
-    target = tmp_path / "t.bin"
-    tokenize(folder, target, "bytes", pattern="**/*.py")
-    assert np.fromfile(target, np.uint16).tolist() == [49, 256, 51, 256]
-    tokenize(folder / "b.txt", target, "bytes", force=True)
-    assert np.fromfile(target, np.uint16).tolist() == [50, 256]
-
-
 PARTS = [*"ab \n\n\t.é😀\r\u00a0", "<|endoftext|>", "def ", "x\n", "=\n"]
 WORDS = st.lists(st.sampled_from(PARTS), max_size=400).map("".join)
 
@@ -138,29 +110,6 @@ def test_no_piece_changes_a_token(tmp_path: Path, bpe: Path, texts: list[str], p
     end = tokenizers.Tokenizer.from_file(str(bpe)).token_to_id("<|endoftext|>")
     expected = [token for text in texts for token in [*ids_of(bpe, text), end]]
     assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist() == expected
-
-
-def test_a_long_text_is_cut(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And at every place where it is cut the tokens are those of the whole text."""
-    text = Path(__file__).read_text()
-    (tmp_path / "long.txt").write_text(text)
-    monkeypatch.setattr(encoders, "PIECE_CHARACTERS", 1000)
-    cuts = list[tuple[str, bool]]()
-    original = encoders._pieces
-
-    def noted(*arguments: Any) -> Iterator[tuple[str, bool]]:
-        for piece in original(*arguments):
-            cuts.append(piece)
-            yield piece
-
-    monkeypatch.setattr(encoders, "_pieces", noted)
-    tokenize(tmp_path / "long.txt", tmp_path / "t.bin", f"bpe:{bpe}")
-    assert len(cuts) > 5
-    assert all(1000 <= len(piece) < 6000 for piece, last in cuts if not last)
-    assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist()[:-1] == ids_of(bpe, text)
-    about = read_about(tmp_path / "t.bin")
-    assert about is not None
-    assert (about.vocabulary, about.tokenizer) == (400, "bpe:tokenizer.json")
 
 
 def test_a_tokenizer_that_minds_cuts_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,43 +140,27 @@ def test_the_dtype_fits_the_vocabulary(tmp_path: Path, largest: int, dtype: str)
     assert np.fromfile(tmp_path / "t.bin", dtype).tolist() == [largest, 1]
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(bytes(40 << 20))
-    tracemalloc.start()
-    tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 12 << 20
-    assert (tmp_path / "t.bin").stat().st_size == 2 * (40 << 20) + 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"source": "missing"}, "missing: no such text file or folder"),
-        ({"source": "empty"}, r"empty: no files that match \*\*/\*"),
-        ({"pattern": "*.md"}, r"text: no files that match \*.md"),
-        ({"pattern": ""}, "--files : "),
-        ({"pattern": "/etc/*"}, "--files /etc/"),
-        ({"tokenizer": "words"}, "--tokenizer words: use bytes, or bpe:FILE"),
-        ({"tokenizer": "bpe:"}, "--tokenizer bpe:: use bytes"),
-        ({"tokenizer": "bpe:none.json"}, "none.json: can't be read"),
-        ({"tokenizer": "bpe:text/a.txt"}, "text/a.txt: not a tokenizer.json"),
-        ({"tokenizer": "bpe:text/latin"}, "text/latin: not a tokenizer.json"),
-        ({"tokenizer": "bytes", "end": "x"}, "--end belongs to bpe:FILE"),
-        ({"tokenizer": "bpe:BPE", "end": "nope"}, "tokenizer.json: knows no nope; name the token"),
-        ({"tokenizer": "bpe:NONE"}, "none.json: knows no usual end token; name the token"),
-        ({"tokenizer": "bpe:TWO"}, "two.json: knows <.endoftext.> and </s>; name the token"),
-        ({"tokenizer": "bpe:BPE"}, r"latin: not UTF-8 \(byte 0xe9 at 1500003\); convert it"),
-        ({"source": "cut", "tokenizer": "bpe:BPE"}, r"cut: not UTF-8 \(byte 0xc3 at 2\)"),
-        ({"target": "text/t.bin"}, "t.bin: lies in what is to be tokenized"),
-        ({"source": "text/a.txt", "target": "text/a.txt", "force": True}, "a.txt: lies in what is"),
-        ({"target": "old.bin"}, "old.bin: is there already"),
-        ({"target": "half.bin"}, "half.bin.json: is there already"),
-        ({"target": "empty", "force": True}, "empty: is there already"),
-        ({"target": "old.bin/x.bin"}, "x.bin: can't be written"),
-        ({"source": "links"}, "links/dead: isn't a file"),
-        ({"target": "loop.bin/t.bin"}, "loop.bin/t.bin: can't be written"),
+        ({"source": "missing"}, "missing:"),
+        ({"pattern": "*.md"}, "text: *.md"),
+        ({"pattern": "/etc/*"}, "--files /etc/*"),
+        ({"tokenizer": "words"}, "--tokenizer words"),
+        ({"tokenizer": "bpe:none.json"}, "none.json:"),
+        ({"tokenizer": "bpe:text/a.txt"}, "text/a.txt: tokenizer.json"),
+        ({"tokenizer": "bytes", "end": "x"}, "--end bpe"),
+        ({"tokenizer": "bpe:BPE", "end": "nope"}, "tokenizer.json: nope"),
+        ({"tokenizer": "bpe:NONE"}, "none.json: token"),
+        ({"tokenizer": "bpe:TWO"}, "two.json: <|endoftext|> </s>"),
+        ({"tokenizer": "bpe:BPE"}, "latin: 0xe9 1500003"),
+        ({"source": "cut", "tokenizer": "bpe:BPE"}, "cut: 0xc3 2"),
+        ({"target": "text/t.bin"}, "t.bin:"),
+        ({"source": "text/a.txt", "target": "text/a.txt", "force": True}, "a.txt:"),
+        ({"target": "old.bin"}, "old.bin:"),
+        ({"target": "half.bin"}, "half.bin.json:"),
+        ({"target": "old.bin/x.bin"}, "x.bin:"),
+        ({"source": "links"}, "links/dead:"),
     ],
 )
 def test_what_cannot_be_tokenized_is_one_line(
@@ -238,7 +171,6 @@ def test_what_cannot_be_tokenized_is_one_line(
     for name in ("empty", "links"):
         Path(name).mkdir()
     Path("links/dead").symlink_to("nowhere")
-    Path("loop.bin").symlink_to("loop.bin")
     Path("cut").write_bytes(b"ab\xc3")
     for name in ("old.bin", "half.bin.json"):
         Path(name).write_text("old")
@@ -255,9 +187,8 @@ def test_what_cannot_be_tokenized_is_one_line(
     for short, path in (("BPE", bpe), ("NONE", "nothing/none.json"), ("TWO", "nothing/two.json")):
         call["tokenizer"] = call["tokenizer"].replace(short, str(path))
     call |= {"source": Path(call["source"]), "target": Path(call["target"])}
-    with pytest.raises(BadInputError, match=message) as caught:
+    with refused(message):
         tokenize(**call)
-    assert "\n" not in str(caught.value)
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
     assert Path("old.bin").read_text() == "old"
 
@@ -314,15 +245,6 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path, after: str, there: bytes) ->
     assert sorted(path.name for path in tmp_path.glob("t.*")) == ["t.bin", "t.bin.json"]
 
 
-def test_two_do_not_write_the_same_file(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("x")
-    with module._replacing(tmp_path / "t.bin") as file:
-        file.write(b"mine")
-        with pytest.raises(BadInputError, match=r"t.bin: another process is writing it"):
-            tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes")
-    assert (tmp_path / "t.bin").read_bytes() == b"mine"
-
-
 def test_what_was_changed_is_found(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("hello")
     target = tmp_path / "t.bin"
@@ -343,25 +265,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     request = ["data", "tokenize", str(tmp_path / "x.txt"), str(tmp_path / "t.bin"), "--tokenizer", "bytes"]
     assert main(request) == 0
     said = capsys.readouterr()
-    assert "t.bin: 6 tokens (uint16) of 1 files, vocabulary 257" in said.out
-    assert "x.txt: 100 %" in said.err
+    assert named(said.out, "t.bin: 6 uint16 1 257")
     assert main(request) == 2
-    assert "or --force" in capsys.readouterr().err
+    assert named(capsys.readouterr().err, "--force")
     assert main([*request, "--force"]) == 0
-
-
-def test_files_are_sorted_by_the_bytes_of_their_names(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, {"b": b"", "B": b"", "a-": b"", "a/x": b"", "é": b"", "10": b"", "9": b""})
-    names = [str(file.relative_to(folder)) for file in list_files(folder, "**/*")]
-    assert names == ["10", "9", "B", "a-", "a/x", "b", "é"]
 
 
 @pytest.mark.parametrize(
     ("model", "text", "said"),
     [
-        ({}, "abé", "has no token for 'é' and leaves it out"),
-        ({"unk_token": "</s>"}, "abé", "a text has what the vocabulary lacks, and </s> stands for that"),
-        ({"dropout": 0.1}, "ab", "says dropout 0.1, so a text has other tokens each time"),
+        ({}, "abé", "'é'"),
+        ({"unk_token": "</s>"}, "abé", "</s>"),
+        ({"dropout": 0.1}, "ab", "dropout 0.1"),
         ({"unk_token": "<unk>"}, "abé", [0, 1, 3, 2]),
         ({"unk_token": "</s>"}, "ab", [0, 1, 2]),
         ({}, "ab\u0301\n", [0, 1, 2]),
@@ -379,7 +294,7 @@ def test_no_letter_is_lost_without_a_word(
     (tmp_path / "text").write_text(text)
     call = tmp_path / "text", tmp_path / "t.bin", f"bpe:{tmp_path / 'tokenizer.json'}"
     if isinstance(said, str):
-        with pytest.raises(BadInputError, match=said):
+        with refused(said):
             tokenize(*call)
         assert not (tmp_path / "t.bin").exists()
     else:
@@ -405,11 +320,7 @@ def test_what_the_vocabulary_lacks_is_counted(
     (tmp_path / "text").write_text("a z a q")
     asked = [str(tmp_path / "text"), str(tmp_path / "t.bin"), "--tokenizer", f"bpe:{tmp_path}/tokenizer.json"]
     assert main(["data", "tokenize", *asked]) == 0
-    assert "  2 of them stand for what the vocabulary lacks" in capsys.readouterr().out
+    assert named(capsys.readouterr().out, "2")
     (tmp_path / "a.jsonl").write_text('{"text": "a z a q"}\n{"text": "z ? a"}\n{"text": "a</s>a"}\n')
     found = tokenized(RowSplit((tmp_path / "a.jsonl",)), open_tokenizer(tmp_path), "all", 9)
-    assert found.notes[1:] == (
-        "3 tokens stand for what the tokenizer's vocabulary lacks",  # and one is named
-        "1 rows hold the text of a special token in their content, which becomes that token "
-        "(a.jsonl: line 3: </s>)",
-    )
+    assert named(found.notes[1], "3") and named(found.notes[2], "1 a.jsonl: line 3: </s>")

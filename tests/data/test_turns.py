@@ -85,51 +85,6 @@ def test_thinking_that_no_template_reads_is_refused_with_what_helps(tmp_path: Pa
         assert all("well" in one.text for one in [*learned(chat, inline, "completions", each)][-1:])
 
 
-SMOLLM3 = (
-    "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}<|im_start|>system"
-    "{{ '\nReasoning Mode: /' + ('think' if enable_thinking else 'no_think') + '\n' }}<|im_end|>{{ '\n' }}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant{{ '\n' }}"
-    "{{ '' if enable_thinking else '<think>\n\n</think>\n' }}{{ m.content.lstrip('\n') }}<|im_end|>{{ '\n' }}"
-    "{% endgeneration %}{% else %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>{{ '\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}"
-    "{{ '' if enable_thinking else '<think>\n\n</think>\n' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("keys", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
-@pytest.mark.parametrize("name", ["single", "several", "inline"])
-def test_marks_and_keys_of_a_template_are_those_of_transformers(
-    keys: dict[str, Any], name: str, tmp_path: Path
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    chat = open_tokenizer(chat_folder(tmp_path, template=SMOLLM3))
-    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    talk = talk_of(TALKS[name], chat_template_kwargs=keys)
-    (sample,) = learned(chat, talk, "completions", each=False)
-    made = theirs.apply_chat_template(
-        TALKS[name], return_dict=True, return_assistant_tokens_mask=True, **keys
-    )
-    encoded = next(chat.encode([sample.text]))
-    assert encoded.ids.tolist() == made["input_ids"]
-    found = counted(chat, sample.text, encoded, sample.spans).counts
-    newlines = sum(made["assistant_masks"]) - int(found.sum())  # after the end, which generation stops before
-    assert newlines == len(talk.counting)
-    each = list(learned(chat, talk, "completions", each=True))
-    assert [one.text for one in each][-1] == sample.text
-    assert "/no_think" in sample.text or keys.get("enable_thinking", True)
-
-
-def test_a_key_that_the_template_lacks_is_counted_and_one_that_it_is_given_anyhow_is_refused(
-    tmp_path: Path,
-) -> None:
-    chat = open_tokenizer(chat_folder(tmp_path, template=SMOLLM3))
-    talk = talk_of(TALKS["single"], chat_template_kwargs='{"enable_thought": false}')
-    (sample,) = learned(chat, talk, "completions", each=False)
-    assert named(sample.reasons, "enable_thought chat_template_kwargs")
-    with refused("messages", by=ChatError):
-        list(learned(chat, talk._replace(keys={"messages": []}), "completions", each=False))
-
-
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_key_counts_as_read_where_it_changes_what_is_learned(number: int, tmp_path: Path) -> None:
     """In what counts of its message; anywhere, of a message that doesn't count."""

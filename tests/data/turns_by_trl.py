@@ -1,23 +1,16 @@
 # ruff: noqa: E501, RUF001  (templates in their own lines; DeepSeek's tokens)
 """What TRL's training templates count of conversations with thinking, recorded for the fast tests.
 
-`python -m tests.data.turns_by_trl FOLDER` records it anew: FOLDER is `trl/chat_templates` of TRL 1.16.0, which has each
-template as its model has it, and one whose turns are marked. Templates here are short forms of the first, and the script
-compares what they render, too.
+Recorded with TRL 1.16.0, whose `trl/chat_templates` has each template as its model has it, and one whose turns are
+marked. Templates here are short forms of the first.
 """
 
-import json
-import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from tests.helpers.chat_folders import chat_folder
-from trainer.data.formats.chat import open_tokenizer
 
 RECORD = Path(__file__).with_suffix(".json")
 _LAST = (
@@ -86,7 +79,6 @@ _TOKENS = {
         *(f"<|{one}|>" for one in ("end", "message", "channel", "call", "constrain")),
     ),
 }
-_GPT_OSS_TALK = "<|end|><|start|>user"  # after a head that says what day it is
 _WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
@@ -130,58 +122,3 @@ def folder_of(family: str, template: str, folder: Path) -> Path:
     tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in _WORDS])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
-
-
-def turns_of(talk: Sequence[Any]) -> list[int]:
-    return [number for number, one in enumerate(talk) if one["role"] == "assistant"]
-
-
-def _for_theirs(family: str, talk: Sequence[Any]) -> list[Any]:
-    """Thinking by the name that a template reads; R1's marked one reads it in content alone."""
-    found = [
-        {**one, "thinking": one["reasoning_content"]} if "reasoning_content" in one else one for one in talk
-    ]
-    if family != "deepseek_r1_distill":
-        return found
-    return [
-        _said(f"<think>\n{one['reasoning_content']}\n</think>\n\n{one['content']}")
-        if "thinking" in one
-        else one
-        for one in found
-    ]
-
-
-def _recorded(templates: Path) -> dict[str, dict[str, list[str]]]:
-    import transformers
-
-    made: dict[str, dict[str, list[str]]] = {}
-    for family, short in SHORT.items():
-        original, training = ((templates / f"{family}{end}.jinja").read_text() for end in ("", "_training"))
-        folder = folder_of(family, original, Path(mkdtemp()))
-        chat, own = open_tokenizer(folder), open_tokenizer(folder_of(family, short, Path(mkdtemp())))
-        theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
-        for name, talk in TALKS.items():
-            if family == "deepseek_r1_distill" and name == "tools":
-                continue  # its template leaves calls out
-            for number in range(1, len(talk) + 1):
-                for prompt in (False, True):
-                    texts = [one.render(_for_theirs("", talk[:number]), None, prompt) for one in (chat, own)]
-                    ends = [
-                        re.sub(r"\s+(?=<\|)", "", text[max(0, text.find(_GPT_OSS_TALK)) :]) for text in texts
-                    ]
-                    assert number < turns_of(talk)[0] or ends[0] == ends[1], (family, name, number, *ends)
-            made.setdefault(family, {})[name] = []
-            for number in turns_of(talk):
-                keys = {"return_dict": True, "return_assistant_tokens_mask": True, "chat_template": training}
-                found = theirs.apply_chat_template(_for_theirs(family, talk[: number + 1]), **keys)
-                mask = found["assistant_masks"]
-                begin = len(mask) - mask[::-1].index(1)
-                end = begin
-                while begin and mask[begin - 1]:
-                    begin -= 1
-                made[family][name].append(theirs.decode(found["input_ids"][begin:end]))
-    return made
-
-
-if __name__ == "__main__":
-    RECORD.write_text(json.dumps(_recorded(Path(sys.argv[1])), ensure_ascii=False, indent=1) + "\n")

@@ -1,0 +1,296 @@
+"""Contract of tables, CSV and Parquet: a label is a name or a whole number from 0 on, the same wherever it
+stands; what can't be meant is refused with its row, and what isn't there is counted.
+"""
+
+import datetime
+import decimal
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.helpers.image_folders import SIDE, opened, picture
+from tests.helpers.refusals import named, refused
+from trainer.config.data import DataConfig
+from trainer.data.check import CheckedData, check_data
+from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered
+from trainer.data.formats.tables import in_table
+from trainer.data.sources import check_alike, load_images, more_images
+
+DATE = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
+
+# A value, and the label that it is; or what is told of one that is none, of row 2.
+LABELS: list[tuple[Any, str | None, str]] = [
+    (7, "7", ""),
+    (7.0, "7", ""),
+    (np.float16(3.0), "3", ""),
+    (decimal.Decimal("10"), "10", ""),
+    (True, "True", ""),
+    ("007", "007", ""),
+    ("1e4 runs", "1e4 runs", ""),
+    ("nancy", "nancy", ""),
+    (-3.0, None, "-3.0"),
+    (float("nan"), None, "nan"),
+    (float("inf"), None, "inf"),
+    (1.5, None, "1.5"),
+    (2.0**60, None, "float"),
+    (decimal.Decimal("2.50"), None, "2.50"),
+    (None, None, "empty"),
+    (" \ufeff", None, "empty"),
+    ("<NA>", None, "'<NA>'"),
+    ("-1", None, "-1"),
+    ("1.5e-03", None, "0.0015"),
+    ("a\0b", None, "zero"),
+    ("cat\r\nb.jpg,dog", None, "line"),  # a table whose quote isn't closed in its row
+    ([0, 1], None, "list"),
+    (b"x", None, "bytes"),
+    (DATE, None, "datetime"),
+]
+
+
+@pytest.mark.parametrize(("value", "text", "told"), LABELS)
+def test_names_and_whole_numbers_are_labels(value: Any, text: str | None, told: str) -> None:
+    if text is not None:
+        assert label_of(value) == text
+        return
+    with refused(told, by=LabelError) as raised:
+        label_of(value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbers", "classes"),
+    [
+        (["0.0", "5.0", "10.0", "5"], [0, 5, 10, 5], [str(n) for n in range(11)]),  # as pandas has integers
+        (["1.0e+01", "2"], [10, 2], [str(n) for n in range(11)]),
+        (["20200101", "20190101"], [1, 0], ["20190101", "20200101"]),  # dates are names
+        (["b", "a", "b"], [1, 0, 1], ["a", "b"]),
+        (["007", "7a"], [0, 1], ["007", "7a"]),
+    ],
+)
+def test_numbers_are_sorted_by_value(labels: list[str], numbers: list[int], classes: list[str]) -> None:
+    assert numbered(labels) == (numbers, classes)
+
+
+@pytest.mark.parametrize("pair", [("é", "e\u0301"), ("cat", "cat "), ("cat", "\ufeffcat"), ("a b", "a  b")])
+def test_names_that_look_alike_are_told_apart(pair: tuple[str, str]) -> None:
+    with refused(by=LabelError) as raised:
+        numbered([pair[0], "dog", pair[1]])
+    assert cast(Any, raised.value).at == 2 and str(raised.value).isascii()
+
+
+def parquet_of(label: Any, path: Any = ("a.jpg", "b.jpg"), **how: Any) -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"path": path, "label": label}), file, **how)
+    return file.getvalue()
+
+
+def repeated(path: str, label: str, count: int = 20_000) -> bytes:
+    """Parquet of as many rows, all alike, in a few hundred bytes."""
+    same = pyarrow.array(np.zeros(count, np.int32))
+    made = [pyarrow.DictionaryArray.from_arrays(same, pyarrow.array([one])) for one in (path, label)]
+    return parquet_of(made[1], made[0], compression="zstd", store_schema=False)
+
+
+DAMAGED = bytearray(parquet_of(["c"] * 5000, [f"{n}.png" for n in range(5000)]))
+DAMAGED[4:68] = b"\xff" * 64
+SHARED = {"use_dictionary": False, "column_encoding": {"path": "DELTA_BYTE_ARRAY", "label": "PLAIN"}}
+
+# id: the content of a table, or its labels and the number of its classes, or what is told of it.
+TABLES: dict[str, tuple[bytes, Sequence[int], int, str]] = {
+    "csv floats": (b"path,label\nx,0.0\ny,5.0\nz,10\n", [0, 5, 10], 11, ""),
+    "csv names": (b"label,path\ndog,x.jpg\ncat,y.jpg\n", [1, 0], 2, ""),
+    "csv of Excel": (b"\xef\xbb\xbfpath,label\nx,20240201\ny,20240131\nz,007\n", [2, 1, 0], 3, ""),
+    "csv in Latin-1": (b"path,label\nx.jpg,caf\xe9\n", [0], 1, ""),
+    "csv more cells": (b"path,label\na.jpg,x\nb.jpg,Smith, Jane\n", [], 0, "line 3: 3 2"),
+    "csv fewer cells": (b"path,label\na.jpg\n", [], 0, "line 2: 1 2"),
+    "csv one name twice": (b"path,label,label\na.jpg,0,1\n", [], 0, "'label' 2"),
+    "csv negative": (b"path,label\na.jpg,-1\n", [], 0, "line 2: -1"),
+    "csv missing": (b"path,label\na.jpg,0\nb.jpg,nan\n", [], 0, "line 3: 'nan'"),
+    "csv empty": (b"path,label\na.jpg,\n", [], 0, "line 2:"),
+    "csv alike": ("path,label\na,caf\u00e9\nb,cafe\u0301\n".encode(), [], 0, "line 3: 'cafe\\u0301'"),
+    "csv no label": (b"path,klass\na.jpg,1\n", [], 0, "'label' 'klass'"),
+    "csv no rows": (b"path,label\n", [], 0, "rows"),
+    "csv nothing": (b"", [], 0, "'path'"),
+    "csv open quote": (b'path,label\n"a.jpg,1\n', [], 0, "line"),
+    "csv semicolons": (b"path;label\na.jpg;0\n", [], 0, "';'"),
+    "csv tabs": (b"path\tlabel\na.jpg\t0\n", [], 0, "'\\t'"),
+    "csv zero byte": (b"path,label\na\0.jpg,1\n", [], 0, "line"),
+    "csv page": (b"<!DOCTYPE html>\n<p>Not found\n", [], 0, "HTML"),
+    "csv UTF-16": ("path,label\na.jpg,0\n".encode("utf-16"), [], 0, "UTF-16"),
+    "parquet floats": (parquet_of([0.0, 5.0]), [0, 5], 6, ""),
+    "parquet decimals": (parquet_of([decimal.Decimal(0), decimal.Decimal(5)]), [0, 5], 6, ""),
+    "parquet dictionary": (parquet_of(pyarrow.array(["0.0", "5.0"]).dictionary_encode()), [0, 5], 6, ""),
+    "parquet large text": (parquet_of(pyarrow.array(["0", "5"], pyarrow.large_string())), [0, 5], 6, ""),
+    "parquet negative": (parquet_of([0, -1]), [], 0, "row 2: -1"),
+    "parquet fraction": (parquet_of([0.0, 1.5]), [], 0, "row 2: 1.5"),
+    "parquet nothing": (parquet_of([0, None]), [], 0, "row 2:"),
+    "parquet lists": (parquet_of([[0], [1]]), [], 0, "row 1: [0] list"),
+    "parquet dates": (parquet_of([DATE, DATE]), [], 0, "timestamp"),
+    "parquet missing": (parquet_of(pyarrow.array(["a", "<NA>"]).dictionary_encode()), [], 0, "row 2: '<NA>'"),
+    "parquet twice": (
+        parquet_of([0, 1]) * 2,
+        [],
+        0,
+        "parquet",
+    ),  # half of the rows
+    "parquet damaged": (bytes(DAMAGED), [], 0, "parquet"),
+    "parquet long path": (repeated("a" * (1 << 20), "c"), [], 0, "path"),
+    "parquet long label": (repeated("a", "c" * (1 << 20)), [], 0, "label"),
+    "parquet long list": (parquet_of([["c"] * 100_000], ["a"]), [], 0, "label"),
+    "parquet shared begin": (
+        parquet_of(["c"] * 300, ["p" * 100_000 + str(i) for i in range(300)], compression="zstd", **SHARED),
+        [],
+        0,
+        "path",
+    ),
+}
+
+
+@pytest.mark.parametrize("made", TABLES)
+def test_what_is_read_of_a_table(made: str, tmp_path: Path) -> None:
+    content, labels, classes, told = TABLES[made]
+    file = tmp_path / f"train.{made.split(maxsplit=1)[0]}"
+    file.write_bytes(content)
+    if told:
+        with refused(file, told) as raised:
+            in_table(file)
+        assert " at 0x" not in str(raised.value) and len(str(raised.value)) < 1000
+        return
+    table = in_table(file)
+    assert table.labels.tolist() == labels and len(table.classes) == classes
+    str(table.classes).encode()
+
+
+def test_a_text_of_parquet_is_held_once(tmp_path: Path) -> None:
+    labels = pyarrow.DictionaryArray.from_arrays(np.zeros(3000, np.int8), pyarrow.array(["c" * 10_000]))
+    found = labels_in(pyarrow.chunked_array([labels]))
+    assert len(found) == 3000 and len(set(map(id, found))) == 1
+    file = tmp_path / "train.parquet"
+    file.write_bytes(repeated("a" * 100_000, "c", 4000))
+    before = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(pool)
+    try:
+        with refused(file, "path"):
+            in_table(file)
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert pool.max_memory() < 64 << 20 < 4000 * 100_000
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_files_of_a_table_that_are_not_there_are_counted(
+    kind: str, photographs: Path, tmp_path: Path
+) -> None:
+    def check(table: Any) -> None:
+        dataset = ImageDataset(table, SIDE, random_crop=True)
+        check_data("fast", False, [CheckedData("training", dataset, 0)])
+
+    records = opened(kind, photographs, tmp_path)
+    check(records)
+    paths = [records.file_name(n).decode() for n in range(30)]
+    paths[16] = "a/gone.jpg"
+    paths.insert(4, "two\nlines.jpg")
+    file = tmp_path / f"table.{kind}"
+    if kind == "csv":
+        file.write_text("path,label\n" + "".join(f'"{path}",1\n' for path in paths))
+    else:
+        file.write_bytes(parquet_of([1] * 31, paths))
+    with pytest.raises(Exception) as raised:
+        check(in_table(file))
+    place = "line 7" if kind == "csv" else "row 5"
+    assert named(str(raised.value), "2 of 31", file, f"{place}: {tmp_path}/two lines.jpg")
+
+
+def tables(root: Path, train: Sequence[tuple[str, Any]], val: Sequence[tuple[str, Any]]) -> Any:
+    for part, rows in (("train", train), ("val", val)):
+        lines = "".join(f"{path},{label}\n" for path, label in rows)
+        (root / f"{part}.csv").write_text(f"path,label\n{lines}")
+    return load_images(DataConfig(name="table", path=root), 0)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "numbers"),
+    [
+        (["ant", "bee", "cat"], ["cat", "ant"], [2, 0]),
+        (range(0, 1344, 28), [1260], [1260]),
+        ([5, 100_000], [5, 5], [0, 0]),
+    ],
+)
+def test_val_is_numbered_by_the_names_of_train(
+    tmp_path: Path, train: Sequence[Any], val: Sequence[Any], numbers: list[int]
+) -> None:
+    data = tables(
+        tmp_path,
+        [(f"t{at}.jpg", each) for at, each in enumerate(train)],
+        [(f"v{at}.jpg", each) for at, each in enumerate(val)],
+    )
+    assert data.evaluation.labels.tolist() == numbers
+    assert [data.classes[number] for number in data.evaluation.labels] == [str(each) for each in val]
+    assert named(data.notes, "val")
+
+
+def test_an_evaluation_set_is_numbered_by_the_names_of_train(tmp_path: Path) -> None:
+    data = tables(tmp_path, [("a.jpg", "ant"), ("b.jpg", "bee")], [("c.jpg", "ant"), ("d.jpg", "bee")])
+    config = DataConfig(name="table", path=tmp_path)
+    for label, numbers in (("bee", [1]), ("cat", None)):
+        (tmp_path / "more.csv").write_text(f"path,label\ne.jpg,{label}\n")
+        more, classes = more_images(config, "more", 0)
+        if numbers is None:
+            with refused("cat"):
+                check_alike(more, classes, data.evaluation, data.classes)
+        else:
+            check_alike(more, classes, data.evaluation, data.classes)
+            assert cast(Any, more).labels.tolist() == numbers
+
+
+def test_a_number_that_is_nobodys_label_is_no_class(tmp_path: Path) -> None:
+    (note,) = tables(tmp_path, [("a", 0), ("b", 2)], [("c", 0), ("d", 2)]).notes
+    assert named(note, "1 of 3 '1'")
+
+
+def test_files_with_two_labels_and_files_of_both_parts_are_counted(tmp_path: Path) -> None:
+    train = [("a.jpg", "ant"), ("./b.jpg", "bee"), ("b.jpg", "ant"), ("a.jpg", "ant"), ("b.jpg", "bee")]
+    val = [("c.jpg", "ant"), (f"{tmp_path}/a.jpg", "ant"), ("d.jpg", "bee"), ("b.jpg", "bee")]
+    labels, both = tables(tmp_path, train, val).notes
+    assert named(labels, "1 train b.jpg")
+    assert named(both, "2 4 val", tmp_path / "a.jpg")
+    assert not tables(tmp_path, train[:2], [("c.jpg", "ant"), ("d.jpg", "bee")]).notes
+
+
+def write(root: Path, name: str, paths: Sequence[str]) -> Path:
+    (root / name).write_text("path,label\n" + "".join(f"{path},a\n" for path in paths))
+    return root / name
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "others", "count"),
+    [
+        ("i/a.jpg i/b.jpg", ["i/a.jpg"], {}, 1),
+        ("i/a.jpg i/b.jpg i/c.jpg", ["i/a.jpg"], {"val.csv": ["i/b.jpg"], "test.csv": ["./i/c.jpg"]}, 0),
+        ("train/x/a.jpg train/y/b.jpg train/z/c.jpg val/a.jpg", ["train/x/a.jpg", "train/y/b.jpg"], {}, 1),
+        ("a.jpg b.jpg deep/c.jpg", ["a.jpg"], {}, 2),
+        ("i/a.jpg i/b.txt i/c.heic i/.d.jpg j/b.jpg", ["i/a.jpg"], {}, 0),
+        ("i/a.jpg i/b.jpg", ["{root}/i/a.jpg"], {}, 1),
+        ("i/a.jpg i/b.jpg", ["i/a.jpg"], {"broken.csv": ["", "x"]}, 1),
+        ("i/a.jpg more/b.jpg", ["more/../i/a.jpg", "more/b.jpg"], {}, 0),
+    ],
+)
+def test_images_that_no_table_names_are_counted(
+    files: str, train: list[str], others: dict[str, list[str]], count: int, tmp_path: Path
+) -> None:
+    root = tmp_path / "d"
+    for file in files.split():
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        picture().save(root / file, "JPEG")
+    for name, paths in others.items():
+        write(root, name, paths)
+    found = in_table(write(root, "train.csv", [path.format(root=root) for path in train]))
+    assert (sum(each.count for each in found.left_out), len(found)) == (count, len(train))
