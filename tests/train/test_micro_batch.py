@@ -13,7 +13,6 @@ import torch
 import yaml
 from hypothesis import given, strategies as st
 
-import trainer
 from tests.helpers import preloaded
 from tests.helpers.forked import small
 from tests.helpers.manifests import least_manifest
@@ -161,10 +160,9 @@ def attempt(folder: Path, recipe: Recipe, count: int = 1) -> dict[str, Any]:
     return dict(json.loads((folder / "told").read_text()))
 
 
-@pytest.mark.parametrize(("count", "parallel"), [(1, {}), (2, {}), (2, {"strategy": "fsdp"})])
-def test_the_ranks_of_a_trial_train_and_end(count: int, parallel: dict[str, Any], tmp_path: Path) -> None:
-    recipe = small(parallel=parallel, data={"global_batch_size": 8, "micro_batch_size": 4})
-    assert attempt(tmp_path, recipe, count)["fits"]
+def test_the_ranks_of_a_trial_train_and_end(tmp_path: Path) -> None:
+    recipe = small(data={"global_batch_size": 8, "micro_batch_size": 4})
+    assert attempt(tmp_path, recipe, 2)["fits"]
 
 
 TASK = """
@@ -244,9 +242,7 @@ def test_several_nodes_are_refused(tried: list[int], capsys: pytest.CaptureFixtu
     assert not tried
 
 
-@pytest.mark.parametrize(
-    ("own", "batch", "found"), [("", 64, 64), ("", 96, 48), ("micro_batch_size: 24", 96, 24)]
-)
+@pytest.mark.parametrize(("own", "batch", "found"), [("", 96, 48), ("micro_batch_size: 24", 96, 24)])
 def test_on_a_cpu_it_is_the_recipes_own(
     own: str, batch: int, found: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,12 +251,6 @@ def test_on_a_cpu_it_is_the_recipes_own(
     assert main(["train", str(file), *SMALL, AUTO, "--out", str(tmp_path / "run")]) == 0
     assert named(capfd.readouterr().out, f"{AUTO} {found}")
     assert size_of(tmp_path / "run") == (found, found)
-
-
-def test_fit_takes_the_recipes_own(tmp_path: Path) -> None:
-    settings = dict(yaml.safe_load(f"{{{one.replace('=', ': ')}}}").popitem() for one in (*SMALL, AUTO))
-    trainer.fit("digits", settings, out=tmp_path / "run")
-    assert size_of(tmp_path / "run") == (64, 64)
 
 
 def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
@@ -285,17 +275,3 @@ def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
         asked = request_of_rank(options_of(options), *provisional("digits", [*SMALL, AUTO]))
         found.append(asked.recipe.data.micro_batch_size)
     assert found == [8, 64]
-
-
-def test_help_shows_auto_and_only_train_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "digits", AUTO, "--help-config"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "data.micro_batch_size " in line)
-    assert named(line, "int | auto", "digits: auto")
-    refusal(main(["check", "digits", AUTO]), capsys.readouterr().err, "data.micro_batch_size")
-
-
-@pytest.mark.parametrize("words", [["tune", "digits"], ["train", "digits", "--tuned", "tuned.yaml"]])
-def test_what_went_names_what_replaces_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    refusal(int(str(ended.value)), capsys.readouterr().err, AUTO)

@@ -1,8 +1,6 @@
 """Promise, without a GPU: what would stop the host there, be refused by NCCL or pile up shows on the CPU."""
 
 import os
-import subprocess
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -264,26 +262,3 @@ def test_the_same_bits_are_told_only_where_kernels_repeat_theirs(
     stored.status, stored.extended = "stopped", False
     notes = resume_notes(stored, [], 3, World(0, 1, 0, torch.device(device), None), 9)
     assert named(notes[-1], told)
-
-
-def test_only_the_tests_of_gpus_see_one() -> None:
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    start = Path(__file__).parents[1].joinpath("conftest.py").read_text().split("import pytest\n")[0]
-    program = (
-        start + "\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"
-    )
-    for words, seen in (
-        (["tests/gpu/test_training.py::test_x", "-q"], "7 :4096:8"),
-        (["-m", "gpu"], "7 :4096:8"),
-        (["tests/train", "-k", "gpus"], " None"),
-        ([], " None"),
-    ):
-        ours = {k: v for k, v in os.environ.items() if k not in ("PYTEST_XDIST_WORKER", CUBLAS_WORKSPACE[0])}
-        said = subprocess.run(
-            [sys.executable, "-c", program, *words],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**ours, "CUDA_VISIBLE_DEVICES": "7"},
-        )
-        assert said.stdout.rstrip("\n") == seen
