@@ -39,12 +39,9 @@ class Base(nn.Module):
         self.teacher.load_state_dict(self.student.state_dict())
         self.teacher.requires_grad_(kind == "trained teacher")
         self.register_buffer("center", torch.zeros(3, dtype=F64))
-        self.register_buffer("queue", torch.zeros(16, 3, dtype=F64))
         self.register_buffer("at", torch.zeros((), dtype=torch.int64))
-        self.drop: nn.Module = nn.Identity()
 
     center: torch.Tensor
-    queue: torch.Tensor
     at: torch.Tensor
 
     @torch.no_grad()
@@ -72,16 +69,12 @@ class Base(nn.Module):
                 self.student.weight.mul_(0.99)
             case "replaces":
                 self.student.weight = nn.Parameter(self.student.weight.detach() * 1)
-            case "queue":
-                rows = (self.at + torch.arange(len(x))) % 16
-                self.queue[rows] = self.student(x)
-                self.at.copy_((self.at + len(x)) % 16)
             case _:
                 pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # What is used is that of the step before.
-        late = self.kind in ("learns from samples", "center", "queue")
+        late = self.kind in ("learns from samples", "center")
         if self.training and not late:
             self.change(x)
         with torch.no_grad():
@@ -89,7 +82,7 @@ class Base(nn.Module):
         if self.training and late:
             self.change(x)
         made = self.student(x)
-        loss: torch.Tensor = (self.drop(made) - wanted).square().sum(1) + made[:, 0].sub(1).square()
+        loss: torch.Tensor = (made - wanted).square().sum(1) + made[:, 0].sub(1).square()
         return loss
 
 
@@ -246,20 +239,6 @@ def test_a_parameter_that_is_replaced_is_refused() -> None:
         a_run(ALONE, Own(lambda: Base("replaces")), 8)
 
 
-def test_a_queue_is_torchs_with_one_micro_batch_and_told_with_several(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("trainer.train.components.changing.warn", said.append)
-    assert torch.equal(trained(ALONE, "queue", 8)["model"]["queue"], by_hand("queue")["queue"])
-    assert not said
-    a_run(ALONE, Own(lambda: Base("queue")), 4)
-    assert len(said) == 1 and "a part of queue," in said[0]
-    said.clear()
-    a_run(ALONE, Own(lambda: Base("center")), 4)
-    assert not said
-
-
 class Lazy(nn.Module):
     """Makes something in its first forward pass, where `when` says."""
 
@@ -348,32 +327,21 @@ def test_an_evaluation_leaves_what_the_training_changes(monkeypatch: pytest.Monk
 class Beside(Own):
     """Keeps something that learns beside the model."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__(Base)
-        self.how = how
-        self.teacher: Any = None
         self.shadow: dict[str, torch.Tensor] = {"weight": torch.zeros(3, 4, dtype=F64)}
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        student: nn.Linear = model.student  # type: ignore[assignment]
         with torch.no_grad():
-            if self.teacher is None:
-                self.teacher = nn.Linear(4, 3, dtype=F64)
-                self.teacher.load_state_dict(student.state_dict())
-            if self.how == "shadow":
-                self.shadow["weight"].lerp_(student.weight, 0.1)
-            else:
-                self.teacher.weight.lerp_(student.weight, 0.1)
+            self.shadow["weight"].lerp_(model.student.weight, 0.1)  # type: ignore[union-attr, arg-type]
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize("how", ["shadow", "copied later"])
-def test_what_learns_beside_the_model_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_learns_beside_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("trainer.tasks.custom_trial.warn", said.append)
-    CustomTask(Beside(how), "own").check()
-    name = "self.shadow['weight']" if how == "shadow" else "self.teacher.weight"
-    assert len(said) == 1 and f"{name} changes" in said[0]
+    CustomTask(Beside(), "own").check()
+    assert len(said) == 1 and "self.shadow['weight']" in said[0]
 
 
 # --- modes ---

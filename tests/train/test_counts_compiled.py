@@ -18,7 +18,6 @@ from trainer.train.components import model as prepare
 from trainer.train.components.task import make_task
 from trainer.train.loop import train
 
-CPU = torch.device("cpu")
 # Two micro-batches a step, and steps that cross the ends of epochs (or, weighted, are padded there); a
 # learning rate that changes in each; the digits' own augmentation, average of the weights and clipping.
 _DIGITS = (

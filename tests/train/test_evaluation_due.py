@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +26,6 @@ from trainer.data.sampling.plan import Plan
 from trainer.observe.phases import PHASE_TIMER
 from trainer.train import evaluate
 from trainer.train.evaluate import evaluate_run, next_evaluation, out_of_patience
-from trainer.train.start import rank as trainer
 
 lasts: st.SearchStrategy[Last] = st.sampled_from(("cross", "drop", "weighted"))
 
@@ -65,23 +62,10 @@ def test_the_next_evaluation_is_that_of_the_plain_definition(plan: Plan, every: 
         assert next_evaluation(config, plan, done) == min(step for step in due if step > done)
 
 
-@pytest.mark.parametrize(
-    ("every", "interval"),
-    [("1epoch", (1, "epoch")), ("2 epochs", (2, "epoch")), ("500 steps", (500, "step")), ("end", None)],
-)
-def test_how_often(every: str, interval: tuple[int, str] | None) -> None:
-    assert EvaluationConfig(every=every).interval == interval
-
-
 @pytest.mark.parametrize("every", [5, "0 steps", "1.5 epochs", "2 hours"])
 def test_what_is_no_interval_is_one_line(every: Any) -> None:
     with refused("mine evaluation.every", '"2 epochs"', '"500 steps"', '"end"'):
         validated(Recipe, {"epochs": 1, "evaluation": {"every": every}}, "mine")
-
-
-def test_patience_without_evaluations_is_refused() -> None:
-    with refused("evaluation.patience evaluation.every=end"):
-        validated(Recipe, {"epochs": 1, "evaluation": {"every": "end", "patience": 2}}, "mine")
 
 
 # Of 16 steps, evaluated after each second; better at 2 and 6 only, so that three in a row end it at 12.
@@ -147,21 +131,6 @@ def test_stopped_between_two_evaluations_it_ends_at_the_same_step(patient: Path,
     assert attempt(folder, PATIENT, before=scored()).code == 0
     assert evaluated(folder) == evaluated(patient)
     assert manifest(folder)["steps_done"] == ENDS
-    assert learned(folder) == learned(patient)
-
-
-def test_killed_after_its_last_checkpoint_it_finishes(patient: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    def die() -> None:
-        scored()()
-        replace(trainer, "finish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-
-    assert attempt(folder, PATIENT, before=die).code == -signal.SIGKILL
-    assert manifest(folder)["status"] == "running"
-    assert attempt(folder, PATIENT, before=scored()).code == 0
-    assert evaluated(folder) == evaluated(patient)
-    assert (manifest(folder)["status"], manifest(folder)["steps_done"]) == ("finished", ENDS)
     assert learned(folder) == learned(patient)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from PIL import Image
 
@@ -18,15 +17,10 @@ from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.rows import read_rows
 from trainer.checkpoint import CHECKPOINTS
 from trainer.cli import main
-from trainer.config.data import DataConfig
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import load_recipe, make_recipe
-from trainer.data.workers import SPARE_SLOTS, Loading, Sizes, bytes_needed
+from trainer.config.recipe_file import make_recipe
 from trainer.train import evaluate as evaluating
-from trainer.train.components.loading import for_more_sets
 from trainer.train.components.task import make_task, more_sets
-
-CPU = torch.device("cpu")
 
 
 def pictures(folder: Path, count: int, seed: int, classes: tuple[str, ...] = ("cat", "dog")) -> None:
@@ -203,7 +197,6 @@ def test_one_set_decides(data: Path, tmp_path: Path, decides: str, best: int, en
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        ("{far: {path: /nowhere}}", "evaluation.sets.far.path=/nowhere"),
         ("{far: {path: ODD}}", "evaluation.sets.far 2 owl"),
         ("{far: {split: tset}}", "/near/tset"),
     ],
@@ -215,12 +208,6 @@ def test_bad_sets_are_one_line_and_leave_no_folder(data: Path, tmp_path: Path, s
     words = [sys.executable, "-m", "trainer", "train", "mine.yaml", "--out", "run", "--set", setting]
     done = preloaded.run(words, cwd=tmp_path)
     refusal(done.returncode, done.stderr, line, folder=tmp_path / "run")
-
-
-def test_a_set_that_decides_must_be_there(data: Path) -> None:
-    values = recipe(data).model_dump(mode="json", exclude_none=True)
-    with refused("decides=tset test"):
-        make_recipe(values, ["evaluation.decides=tset"])
 
 
 def test_missing_files_of_a_set_are_looked_up(data: Path, tmp_path: Path) -> None:
@@ -237,19 +224,6 @@ def test_missing_files_of_a_set_are_looked_up(data: Path, tmp_path: Path) -> Non
     (table / "val" / "cat" / "0.png").unlink()
     with refused("evaluation.sets.far 0.png"):
         check_files(values, task)
-
-
-@pytest.mark.parametrize(("given", "wanted"), [("auto", "auto"), (0, 0), (1, 1), (8, 2)])
-def test_further_sets_have_at_most_two_loader_workers(given: Any, wanted: Any) -> None:
-    assert for_more_sets(DataConfig(workers=given)).workers == wanted
-
-
-def test_each_set_counts_in_the_memory_of_the_loaders() -> None:
-    one, three = (bytes_needed(Loading(4, 1), Sizes(1, 10, 100, 1000, sets)) for sets in (1, 3))
-    assert one == (4 + SPARE_SLOTS) * 10 + 4 * 1000 + (2 + SPARE_SLOTS) * 100 + 2 * 1000
-    assert three - one == 2 * ((2 + SPARE_SLOTS) * 100 + 2 * 1000)
-    given = bytes_needed(Loading(4, 1), Sizes(1, 10, 100, 1000, workers=4))
-    assert given - one == 2 * 100 + 2 * 1000, "as many as for training measure the main set"
 
 
 def test_language_has_sets_of_its_own_tokens(tmp_path: Path) -> None:
@@ -270,46 +244,3 @@ def test_language_has_sets_of_its_own_tokens(tmp_path: Path) -> None:
     assert "".join(characters[token] for token in out["tokens"][0].tolist()) in "cba " * 4
     with refused("evaluation.sets.odd odd.txt z"):
         make_task(make_recipe(values, [f"evaluation.sets.odd.path={tmp_path / 'odd.txt'}"]))
-    with refused("evaluation.sets.odd"):
-        make_task(make_recipe(values, ["evaluation.sets.odd.name=stdlib"]))
-
-
-@pytest.mark.parametrize("text", ["stream", "packed"])
-def test_token_files_have_splits(tmp_path: Path, text: str) -> None:
-    for part in ("train", "val", "test"):
-        (tmp_path / f"{part}.txt").write_text(f"{part} " * 40)
-        files = [str(tmp_path / f"{part}.{kind}") for kind in ("txt", "bin")]
-        assert main(["data", "tokenize", *files, "--tokenizer", "bytes"]) == 0
-    values = {
-        "epochs": 1,
-        "task": "language",
-        "data": {"name": "tokens", "path": str(tmp_path)},
-        "language": {"sequence_length": 16, "text": text},
-    }
-    task = make_task(make_recipe(values, ["evaluation.sets.test.split=test"]))
-    held = more_sets(task)["test"]
-    out = {name: np.empty((1, *field.shape), field.dtype) for name, field in held.fields.items()}
-    held.read(np.array([0]), None, out)
-    assert "test" in bytes(int(token) & 255 for token in out["tokens"][0]).decode("latin-1")
-    about = json.loads((tmp_path / "test.bin.json").read_text())
-    (tmp_path / "test.bin.json").write_text(json.dumps({**about, "tokenizer": "bpe:other"}))
-    with refused("evaluation.sets.test"):
-        make_task(make_recipe(values, ["evaluation.sets.test.split=test"]))
-
-
-def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("boxes", "dtmf"):
-        monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 20)
-        monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 10)
-    for name in ("digits-detection", "dtmf"):
-        found = load_recipe(name, [])
-        other = make_recipe(
-            found.model_dump(mode="json", exclude_none=True), [f"evaluation.sets.a.name={found.data.name}"]
-        )
-        task = make_task(other)
-        assert len(more_sets(task)["a"]) == len(task.evaluation_data)
-
-
-def test_a_task_of_ones_own_brings_its_sets_itself() -> None:
-    with refused():
-        make_recipe({"epochs": 1, "task": "mine.py"}, ["evaluation.sets.a.path=/x"])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from trainer.checkpoint.folder import read
 from trainer.config.recipe import Recipe
 from trainer.runs.folder import KEPT
 from trainer.train.components.checkpoint_choice import chosen_checkpoint
-from trainer.train.options import parse_source
 from trainer.train.start import rank as trainer
 from trainer.train.state import numbers_of, tensors_of
 
@@ -102,21 +100,6 @@ def test_a_run_begins_with_the_very_bits(tmp_path: Path, source: Path) -> None:
     assert numbers["averaged_before"] == 16, "the average has found its pace"
 
 
-def test_a_step_and_the_best_can_be_chosen(tmp_path: Path, source: Path) -> None:
-    best = read(checkpoint_of(source, 16)).state["best"][1]
-    for number, (which, step) in enumerate((("15", 15), ("best", best), ("last", 16))):
-        tensors, _ = at_step_0(tmp_path / str(number), recipe(), f"{source}@{which}")
-        there = read(checkpoint_of(source, step)).tensors["model"]
-        assert all(torch.equal(tensors["model"][name], tensor) for name, tensor in there.items())
-
-
-def test_an_at_sign_may_be_part_of_a_name(tmp_path: Path) -> None:
-    (tmp_path / "a@b").mkdir()
-    (tmp_path / "a@b" / "manifest.json").touch()
-    assert parse_source(f"{tmp_path}/a@b")[:2] == (tmp_path / "a@b", "last")
-    assert parse_source(f"{tmp_path}/a@b@7")[:2] == (tmp_path / "a@b", "7")
-
-
 def test_stopped_or_killed_it_goes_on_without_the_other_run(tmp_path: Path, source: Path) -> None:
     """By a signal after its first checkpoint, and by kill -9 before it: then from what it keeps."""
     assert attempt(tmp_path / "whole", recipe(seed=1), source=str(source)).code == 0
@@ -145,29 +128,6 @@ def test_stopped_or_killed_it_goes_on_without_the_other_run(tmp_path: Path, sour
         assert ("begins again" in done.said) == (name == "killed")
         assert learned(folder) == learned(tmp_path / "whole")
         assert read_rows(folder, ("train", "eval"))[0]["loss"] == read_rows(tmp_path / "whole")[0]["loss"]
-
-
-def test_what_it_began_from_must_be_what_it_was(tmp_path: Path, source: Path) -> None:
-    folder = tmp_path / "run"
-    assert attempt(folder, recipe(checkpoint={"every": 0}), source=str(source), stop_after=3).code == 75
-    shutil.rmtree(folder / "checkpoints")
-    kept = folder / KEPT / "step-00000016"
-    shutil.rmtree(kept)
-    shutil.copytree(checkpoint_of(source, 15), kept)
-    refused = attempt(folder, recipe(checkpoint={"every": 0}))
-    assert refused.code == 2 and named(refused.line, kept, "state.json 15")
-
-
-def test_what_differs_is_named_and_kept(tmp_path: Path, source: Path) -> None:
-    folder = tmp_path / "run"
-    other = recipe(optim={**CONSTANT["optim"], "lr": 0.002}, data={"samples": 48})
-    begun = attempt(folder, other, source=str(source), stop_after=1)
-    assert begun.code == 75
-    assert named(begun.said, "16 optim.lr 0.001 0.002 data.samples 64 48")
-    facts = manifest(folder)["from"]
-    assert (facts["folder"], facts["step"]) == (str(source), 16)
-    assert facts["run_id"] == manifest(source)["run_id"] and re.fullmatch("[0-9a-f]{64}", facts["hash"])
-    assert "optim.lr: 0.001, now 0.002" in facts["differs"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of, made
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_sharding import Gathered
@@ -132,15 +132,6 @@ def test_lora_where_it_cannot_be_is_refused(
         check_request(recipe, make_task(recipe), 1)
 
 
-def test_every_linear_layer_has_a_word(tmp_path: Path) -> None:
-    folder = folder_of("llama", tmp_path, **WORDS)
-    recipes = [
-        recipe_of(folder, model={"lora": {"rank": 2, "targets": targets}}) for targets in ([], ["all-linear"])
-    ]
-    names = [sorted(by_name(build_alone(recipe, make_task(recipe)))) for recipe in recipes]
-    assert names[0] == names[1] and len(names[0]) == 2 * 2 * 7
-
-
 def learned_of(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     files = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "evaluations")]
     return [json.loads(row)["loss"] for rows in files for row in rows], load_file(
@@ -204,28 +195,6 @@ def test_a_run_with_a_base_in_bfloat16_is_resumed_to_the_same_bits(tmp_path: Pat
     assert ended["model.embed_tokens.weight"].dtype == ended["lm_head.weight"].dtype == torch.float32
     for name, tensor in base.items():
         assert torch.equal(tensor, ended[name]) == ("norm" in name), name
-
-
-@pytest.mark.parametrize(
-    ("sections", "names"),
-    [
-        ({"model": {"frozen_dtype": "bf16"}}, "model.frozen_dtype model.lora.rank model.freeze"),
-        ({"model": {"frozen_dtype": "bf16", "lora": {"rank": 2}}}, "model.frozen_dtype precision.mode"),
-        (
-            {
-                "model": {"frozen_dtype": "bf16", "lora": {"rank": 2}},
-                "precision": {"mode": "bf16"},
-                "parallel": {"strategy": "fsdp"},
-            },
-            "model.frozen_dtype parallel.strategy",
-        ),
-        ({"model": {"lora": {"modules_to_save": ["lm_head"]}}}, "model.lora.modules_to_save model.lora.rank"),
-    ],
-)
-def test_a_base_in_bfloat16_where_it_cannot_be(sections: dict[str, Any], names: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        make_recipe(task="language", data={"name": "synthetic"}, **sections)
-    assert named(str(caught.value), names)
 
 
 def rank_step(world: World, recipe: Recipe) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from trainer.config.training import HooksConfig
 from trainer.observe.rows import pictures_of
 from trainer.runs.report.page import page
 from trainer.runs.report.read import read_recorded_run
-from trainer.train.hooks import HookRows, checkpoint_hook, hook_sink
+from trainer.train.hooks import HookRows, hook_sink
 
 OWN = dedent("""
     import math
@@ -63,24 +63,6 @@ def test_each_row_is_there_once_also_after_a_resume(run: Path) -> None:
     for row in measured:
         assert all(file.read_bytes().startswith(b"\x89PNG") for _, file in pictures_of(row, run))
     assert "twice" in (run / "hook.csv").read_text().splitlines()[0]
-
-
-def test_tensorboard_and_the_report_show_them(run: Path) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    values = [
-        value
-        for file in sorted((run / "tensorboard").iterdir())
-        for event in EventFileLoader(str(file)).Load()
-        for value in event.summary.value
-    ]
-    tags = {value.tag for value in values}
-    assert {"hook/twice", "hook/a/b", "hook/seen", "hook/confusion <b>/1", "hook/gray"} <= tags
-    picture = next(value for value in values if value.tag == "hook/confusion <b>/1").tensor.string_val
-    assert picture[:2] == [b"6", b"4"] and picture[2].startswith(b"\x89PNG")
-    html = page([read_recorded_run(run)])
-    assert html.count('src="data:image/png;base64,') == 2 and "confusion &lt;b&gt;/1" in html
-    assert "<b>Twice</b>" in html and "confusion <b>" not in html
 
 
 def test_a_stranger_s_pictures_lead_nowhere(run: Path, tmp_path: Path) -> None:
@@ -153,24 +135,3 @@ def test_what_is_no_figure_is_one_line(tmp_path: Path, given: Any, line: str, ca
         hook_sink([Odd()], HooksConfig(), rows)({"kind": "train", "step": 4})
     hook_sink([Odd()], HooksConfig(on_error="warn"), rows)({"kind": "train", "step": 4})
     assert named(capfd.readouterr().err, line)
-
-
-def test_a_name_is_one_hooks_and_checkpoints_have_no_row(tmp_path: Path, capfd: Any) -> None:
-    class One:
-        def after_step(self, _row: dict[str, Any]) -> Any:
-            return {"x": 1}
-
-        def after_checkpoint(self, _step: int, _folder: Path) -> Any:
-            return {"x": 1}
-
-    class Other(One):
-        pass
-
-    for hooks in ([One(), Other()], [One(), One()]):
-        rows = HookRows(tmp_path, None)  # type: ignore[arg-type]
-        with refused("x"):
-            hook_sink(hooks, HooksConfig(), rows)({"kind": "train", "step": 4})
-    tell = checkpoint_hook([One()], HooksConfig())
-    assert tell is not None
-    tell(3, tmp_path)
-    assert named(capfd.readouterr().err, "after_step after_evaluation")

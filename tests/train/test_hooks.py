@@ -1,8 +1,6 @@
 """Promise: somebody's own code in a run is told all of it, late, changes nothing, and fails by its name."""
 
 import json
-import multiprocessing
-import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -19,18 +17,12 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
-from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer import fit
 from trainer.checkpoint.folder import folder_name
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
-from trainer.config.training import HooksConfig
 from trainer.runs.manifest import read_stored
-from trainer.train import loop
 from trainer.train.components.task import check_request, make_task
-from trainer.train.hooks import hook_sink
-from trainer.train.start.micro_batch import trial_recipe
-from trainer.train.start.micro_batch_rank import train_some
 
 # Each tells in a file beside it what it was called with, and in which rank.
 OWN = dedent("""
@@ -117,13 +109,6 @@ OWN = dedent("""
             if step == 8:
                 raise RuntimeError("no room")
 
-    class Forks:
-        def after_step(self, row):
-            if row["step"] == 4:
-                if not (child := os.fork()):
-                    raise RuntimeError("the child")
-                os.waitpid(child, 0)
-
     made = Watch()
     number = 3
 
@@ -191,22 +176,6 @@ def test_they_are_told_all_in_order(own: Path, tmp_path: Path) -> None:
             assert what[0]["loss"] == rows["eval", step]["loss"]
         else:
             assert what == [folder_name(step), True], "whole, on the disk"
-
-
-def test_they_are_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of metrics is on its way from the device until the next one is due."""
-    seen: list[tuple[int, Any]] = []
-    run = build_alone(make_recipe(epochs=4, log={"every": 2}, evaluation={"every": "end"}), TokenTask(32 * 4))
-
-    class Watch:
-        def after_step(self, row: dict[str, Any]) -> None:
-            seen.append((run.state.step, row["step"]))
-
-    monkeypatch.setattr(loop, "train_step", vars(loop)["train_step"])
-    loop.train(run, rows_to(run, hook_sink([Watch()], HooksConfig())))
-    assert len(seen) > 2
-    assert [at - step for at, step in seen[:-1]] == [2] * (len(seen) - 1)
-    assert seen[-1] == (run.steps, run.steps)
 
 
 @pytest.fixture(scope="module")
@@ -358,16 +327,6 @@ def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         validated(Recipe, {"epochs": 1, "hooks": {"use": ["own.py"]}}, "mine")
 
 
-def test_modules_of_the_working_folder_are_found(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the `trainer` on PATH, whose Python looks beside that program."""
-    monkeypatch.chdir(own.parent)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(own.parent))])
-    monkeypatch.delitem(sys.modules, "own_alone", raising=False)
-    own.rename("own_alone.py")
-    recipe = small(hooks={"use": ["own_alone:Watch"]})
-    check_request(recipe, make_task(recipe), 1)
-
-
 def test_a_sink_gets_every_row_and_verify_calls_none(own: Path, tmp_path: Path) -> None:
     recipe = small(hooks={"use": ["own.py:Watch"]}, log={"to": ["jsonl", "own.py:send"]})
     done = typed(tmp_path, recipe, "--out", "run")
@@ -379,72 +338,6 @@ def test_a_sink_gets_every_row_and_verify_calls_none(own: Path, tmp_path: Path) 
     proof = command(tmp_path, "verify", "run")
     assert proof.returncode == 0, proof.stdout + proof.stderr
     assert told(own) == before
-
-
-def test_a_trial_calls_none(own: Path) -> None:
-    recipe = with_hooks(own, "Watch", log={"every": 1, "to": [f"{own}:send"]})
-    request = {"recipe": trial_recipe(recipe, 8, 1), "threads": 1}
-
-    def trial() -> None:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        train_some(request)
-        os._exit(0)
-
-    process = multiprocessing.get_context("fork").Process(target=trial)
-    process.start()
-    process.join(300)
-    assert process.exitcode == 0
-    assert not told(own)
-
-
-def test_a_file_is_run_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a hook opens there, a sink of the same file finds."""
-    monkeypatch.chdir(own.parent)
-    own.write_text(OWN + 'tell("loaded")\n')
-    recipe = small(hooks={"use": ["own.py:Watch", f"{own}:made"]}, log={"to": ["own.py:send"]})
-    task = make_task(recipe)
-    for _ in range(2):
-        check_request(recipe, task, 1)
-    assert len(told(own, "loaded")) == 1
-    own.write_text(OWN + 'tell("changed")\n')
-    check_request(recipe, task, 1)
-    assert len(told(own, "changed")) == 1
-
-
-TASK = dedent("""
-    import numpy as np
-    from torch import nn
-
-    class Line:
-        def data(self):
-            x = np.linspace(0, 1, 32, dtype=np.float32)[:, None]
-            return {"x": x}, {"x": x}
-
-        def model(self):
-            return nn.Linear(1, 1)
-
-        def loss(self, model, batch):
-            return (model(batch.fields["x"]) - batch.fields["x"]).square().sum(1)
-
-        def measure(self, model, batch):
-            return {"loss": self.loss(model, batch)}
-
-    RECIPE = {"epochs": 2, "data": {"global_batch_size": 8, "micro_batch_size": 8}, "log": {"every": 1}}
-""")
-
-
-def test_a_tasks_file_may_bring_some(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(own.parent)
-    Path("line.py").write_text(f"{TASK}\nfrom own import Watch\n\nhooks = [Watch]\n")
-    words = ("--out", "run", "--set", "parallel.threads=1")
-    done = command(own.parent, "train", "line.py", *words)
-    assert done.returncode == 0, done.stderr
-    assert [event[2] for event in told(own, "step")] == list(range(1, 9))
-
-    Path("line.py").write_text(f"{TASK}\nfrom own import Watch\n\nhooks = Watch\n")
-    recipe = validated(Recipe, {"epochs": 1, "task": str(Path("line.py").absolute())}, "line")
-    with refused("hooks classes"):
-        check_request(recipe, make_task(recipe), 1)
 
 
 class Kept:
@@ -462,21 +355,17 @@ class Kept:
         self.metrics.append(metrics)
 
 
-def test_fit_takes_some(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(own.parent)
-    names: dict[str, Any] = {}
-    exec(TASK, names)
-    kept, line = Kept(), names["Line"]
-    line.RECIPE = names["RECIPE"]
-    run = fit(line, {"parallel.threads": 1}, out="run", hooks=[kept])
+def test_fit_takes_some(tmp_path: Path) -> None:
+    settings = {"parallel.threads": 1, "data.global_batch_size": 5, "data.micro_batch_size": 5}
+    kept = Kept()
+    run = fit(Small, {**settings, "epochs": 4, "log.every": 1}, out=tmp_path / "run", hooks=[kept])
     assert kept.steps == list(range(1, 9))
     assert kept.metrics[-1] == run.metrics
-
     wrong: Any
     for wrong, name in ((Kept, "hooks"), ([3], "hook int")):
         with refused(name):
-            fit(line, out="other", hooks=wrong)
-    assert not Path("other").exists()
+            fit(Small, {**settings, "epochs": 1}, out=tmp_path / "other", hooks=wrong)
+    assert not (tmp_path / "other").exists()
 
 
 class Looking:
@@ -523,10 +412,3 @@ def test_an_error_after_the_last_checkpoint_changes_no_ending(own: Path, tmp_pat
     assert ended.code == 75, ended.said
     assert "Late.after_checkpoint: RuntimeError: no room" in ended.said
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "stopped"
-
-
-def test_a_fork_that_comes_through_is_no_rank(own: Path, tmp_path: Path) -> None:
-    """It writes neither how the rank ended nor how the run stands."""
-    ended = attempt(tmp_path / "run", with_hooks(own, "Forks", max_steps=6))
-    assert (ended.code, ended.line) == (0, ""), ended.said
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "finished"

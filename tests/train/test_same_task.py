@@ -172,28 +172,6 @@ def test_what_no_code_shows_is_seen_by_the_trial() -> None:
     fit(kind, SETTINGS, out="run")
 
 
-@pytest.mark.usefixtures("here")
-def test_another_version_of_python_compares_values_alone() -> None:
-    stopped(cell())
-    change_facts(identity={**facts()["identity"], "compiler": "cpython 3.1"})
-    with refused("SCALE"):
-        fit(cell(("SCALE = 2", "SCALE = 3")), SETTINGS, out="run")
-    fit(cell(("square()", "square().mul(1)")), SETTINGS, out="run")
-    assert facts()["identity"]["compiler"] != "cpython 3.1"
-
-
-@pytest.mark.usefixtures("here")
-def test_a_run_from_before_goes_on() -> None:
-    """It has the hash of the class's source."""
-    stopped(cell())
-    before = facts()
-    del before["identity"]
-    before["fingerprint"]["task"] = "0123456789abcdef"
-    (Path("run") / MANIFEST).write_text(json.dumps(before))
-    fit(cell(), SETTINGS, out="run")
-    assert facts()["identity"]
-
-
 TRAINER = [sys.executable, "-m", "trainer"]
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from torch import distributed as dist, nn
 
 from tests.helpers.digits_steps import DIGITS
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import refused
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_accumulation import Case, cases, expected_gradient, expected_steps, initial_model
@@ -16,10 +16,6 @@ from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.distributed.parallel import World
 from trainer.distributed.sharding import check_sharding, weights
-from trainer.errors import BadInputError
-from trainer.models.compiling import missing_for_compiling
-from trainer.observe.flops import Count
-from trainer.train.components.memory import describe_model, memory_to_come, top_parts
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate, shown_to_hooks
@@ -169,11 +165,6 @@ def test_each_rank_keeps_its_rows_and_sends_each_block_once(ranks: Ranks) -> Non
     assert [len(sent) for _, _, sent in answers] == [4, 4]
 
 
-def test_a_model_of_few_rows_leaves_some_ranks_none(ranks: Ranks) -> None:
-    answers = ranks.run(4, held, FSDP)
-    assert sum(own for own, _, _ in answers) == answers[0][1]
-
-
 def time_limits(world: World) -> list[float]:
     """Seconds of the groups that a sharded model sums and gathers in."""
     recipe = make_recipe(
@@ -262,42 +253,6 @@ def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> No
     assert int(sharded["state"]["optimizer"]["updates"]) == int(whole["state"]["optimizer"]["updates"])
 
 
-@pytest.mark.slow
-def test_blocks_may_be_compiled(ranks: Ranks) -> None:
-    if missing := missing_for_compiling(torch.device("cpu")):
-        pytest.skip(missing)
-    values = {**DIGITS, "memory": {"checkpointing": "blocks"}}
-    eager = ranks.run(2, trained, values, FSDP)[0]
-    compiled = ranks.run(2, trained, {**values, "compile": {"mode": "default", "scope": "blocks"}}, FSDP)[0]
-    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-3)
-
-
-def told_memory(world: World) -> tuple[int, dict[str, int], int, int, int]:
-    """Bytes in the table of the model, those to come, the model's, this rank's, and those of a block."""
-    recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": 2},
-        parallel={"threads": 1, **FSDP},
-        memory={"checkpointing": "blocks"},
-    )
-    task = TokenTask(16, dtype=torch.float32, blocks=4)
-    run = build(recipe, task, world, workers=0)
-    model = run.state.model
-    table = describe_model(recipe, model, top_parts(model), Count())["total"]["bytes"]
-    whole = sum(one.nbytes for one in model.parameters())
-    own = sum(one.nbytes for one in weights(model).values())
-    block = sum(one.nbytes for one in model[2][0].parameters())  # type: ignore[index]
-    return table, memory_to_come(recipe, task, model, world), whole, own, block
-
-
-def test_memory_is_told_of_a_ranks_part(ranks: Ranks) -> None:
-    for table, coming, whole, own, block in ranks.run(2, told_memory):
-        assert table == 4 * own  # weights, gradients, two moments
-        gathered = whole - 4 * block + 2 * block
-        gradients = 2 * block + whole - -(-whole // 2)
-        assert coming["gradients and optimizer state"] == 3 * own
-        assert coming["gathered parameters and gradients"] == gathered + gradients
-
-
 def overflowing(world: World) -> tuple[float, bool]:
     """An update where the rows of the last rank alone overflow: updates made, and whether weights changed."""
     recipe = make_recipe(
@@ -324,30 +279,6 @@ def overflowing(world: World) -> tuple[float, bool]:
 
 def test_an_overflow_in_one_ranks_rows_skips_the_update_of_all(ranks: Ranks) -> None:
     assert ranks.run(2, overflowing) == [(0.0, False), (0.0, False)]
-
-
-class Unused(TokenTask):
-    """A model with a parameter that has no part in the loss."""
-
-    def model(self) -> nn.Module:
-        model: Any = super().model()
-        model.register_module("left_over", nn.Identity())
-        model[0].register_parameter("left_over", nn.Parameter(torch.zeros(4, dtype=self.dtype)))
-        return model  # type: ignore[no-any-return]
-
-
-def left_over(world: World) -> str:
-    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, parallel=FSDP)
-    run = build(recipe, Unused(16), world, workers=0)
-    with pytest.raises(BadInputError) as raised:
-        train_step(run, run.loader(run.share.batches()), 0)
-    return str(raised.value)
-
-
-def test_a_parameter_that_is_left_out_is_named(ranks: Ranks) -> None:
-    for rank, line in enumerate(ranks.run(2, left_over)):
-        assert named(line, f"{rank}")
-        assert "0.left_over" in line and "parallel.find_unused_parameters" in line
 
 
 def with_other_weights(world: World) -> list[torch.Tensor]:

@@ -195,13 +195,6 @@ def test_nothing_moved_where_nan_stays_nan() -> None:
     assert first(model, still, lambda own: own.b.copy_(torch.tensor(-0.0))) == 2
 
 
-def test_of_large_tensors_places_are_compared_and_small_ones_whole() -> None:
-    model = held(large=torch.zeros(5 << 20), small=torch.zeros(1 << 20))
-    still = StillTensors(model, ["large", "small"])
-    assert first(model, still, lambda own: own.small[-1].add_(1)) == 2
-    assert first(model, still, lambda own: own.large.mul_(0.5).add_(1)) == 1
-
-
 def test_another_shape_is_refused_by_name() -> None:
     model = held(odd=torch.zeros(3))
     still = StillTensors(model, ["odd"])
