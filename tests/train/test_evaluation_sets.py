@@ -18,7 +18,7 @@ from tests.helpers.rows import read_rows
 from trainer.checkpoint import CHECKPOINTS
 from trainer.cli import main
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import make_recipe
+from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.train import evaluate as evaluating
 from trainer.train.components.task import make_task, more_sets
 
@@ -244,3 +244,22 @@ def test_language_has_sets_of_its_own_tokens(tmp_path: Path) -> None:
     assert "".join(characters[token] for token in out["tokens"][0].tolist()) in "cba " * 4
     with refused("evaluation.sets.odd odd.txt z"):
         make_task(make_recipe(values, [f"evaluation.sets.odd.path={tmp_path / 'odd.txt'}"]))
+
+
+def test_a_set_that_decides_must_be_there(data: Path) -> None:
+    values = recipe(data).model_dump(mode="json", exclude_none=True)
+    with refused("decides=tset test"):
+        make_recipe(values, ["evaluation.decides=tset"])
+
+
+def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("boxes", "dtmf"):
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 20)
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 10)
+    for name in ("digits-detection", "dtmf"):
+        found = load_recipe(name, [])
+        other = make_recipe(
+            found.model_dump(mode="json", exclude_none=True), [f"evaluation.sets.a.name={found.data.name}"]
+        )
+        task = make_task(other)
+        assert len(more_sets(task)["a"]) == len(task.evaluation_data)
