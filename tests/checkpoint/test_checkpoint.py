@@ -10,7 +10,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable
-from errno import EIO, ENOSPC
+from errno import ENOSPC
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,13 @@ import safetensors.torch
 import torch
 
 from tests.helpers.faulty_disk import Disk, Killed
-from tests.helpers.marked import FILES, Tensors, flip, hidden, mark_of, marked, resum, save
+from tests.helpers.marked import Tensors, flip, hidden, mark_of, marked, resum, save
 from tests.helpers.refusals import named
 from tests.helpers.waiting import until
 from trainer.checkpoint import tensor_file
-from trainer.checkpoint.folder import read, verify_checkpoint
+from trainer.checkpoint.folder import read
 from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
 from trainer.cli import main
-from trainer.commands.runs import checkpoint_lines
 from trainer.host import files, strict_json
 
 # What is written is read again.
@@ -96,14 +95,11 @@ def test_the_library_s_files_are_read(tmp_path: Path) -> None:
     "tensors, state",
     [
         ({}, {"a": (1, 2)}),
-        ({}, {"a": {1: 2}}),
         ({}, {"a": float("nan")}),
-        ({}, {"a": torch.zeros(1)}),
         ({}, {"a": "x" * (strict_json.LARGEST + 1)}),
         ({"../model": {}}, {}),
         ({"model": {"a": torch.zeros(2, dtype=torch.complex128)}}, {}),
         ({"model": {"a": torch.zeros(2).to_sparse()}}, {}),
-        ({"model": {"__metadata__": torch.zeros(2)}}, {}),
     ],
 )
 def test_what_would_not_come_back_is_refused(tmp_path: Path, tensors: Tensors, state: dict[str, Any]) -> None:
@@ -149,14 +145,7 @@ CHANGES = [
 IDS = ["new", "same", "damaged", "prune"]
 
 
-@pytest.mark.parametrize(
-    "power_cut",
-    [
-        pytest.param(None, id="kill"),
-        pytest.param(2, id="power"),
-        pytest.param(3, id="power again", marks=pytest.mark.slow),  # other names and ends are lost
-    ],
-)
+@pytest.mark.parametrize("power_cut", [None, 2], ids=["kill", "power"])
 @pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
 def test_killed_at_every_operation(
     tmp_path: Path,
@@ -207,7 +196,6 @@ def test_killed_at_every_operation(
     assert mark_of(folder) == after and seen == allowed
 
 
-@pytest.mark.parametrize("error", [ENOSPC, EIO])
 @pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
 def test_refused_at_every_operation(
     tmp_path: Path,
@@ -216,20 +204,19 @@ def test_refused_at_every_operation(
     change: Callable[[Path], None],
     allowed: set[int],
     after: int,
-    error: int,
 ) -> None:
     at = 0
     disk()
     before(tmp_path / "before")
     while True:
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"at-{at}")
-        refusing = disk(at, error)
+        refusing = disk(at, ENOSPC)
         try:
             change(folder)
             finished = True
         except OSError as refused:
             finished = False
-            assert refused.errno == error
+            assert refused.errno == ENOSPC
         disk()
         assert mark_of(folder) in ({after} if finished else allowed)
         if change is second and not finished:
@@ -337,40 +324,17 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
         save(folder, step)
     flip(folder / "step-00001200" / "model.safetensors", -1, 3)
     assert main(["runs", str(tmp_path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "age", "size", "verified"]
-    assert lines[1].split()[0] == "1200" and named(lines[1], "SHA256SUMS")
-    assert lines[2].split()[0] == "2" and lines[2].endswith("good")
-    assert "MB/s" in lines[4] and lines[5] == f"newest good: step 2 ({folder / 'step-00000002'})"
+    assert named(capsys.readouterr().out, "1200 SHA256SUMS", folder / "step-00000002")
     assert main(["runs", str(tmp_path), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert [one["step"] for one in shown["checkpoints"]] == [1200, 2, 1]
     assert [one["problem"] is None for one in shown["checkpoints"]] == [False, True, True]
-    assert shown["newest_good"] == str(folder / "step-00000002") and shown["mb_per_second"] >= 0  # rounded
+    assert shown["newest_good"] == str(folder / "step-00000002")
 
 
-@pytest.mark.parametrize(
-    ("speed", "said"), [(1234.4, "1,234 MB/s"), (0.0312, "0.031 MB/s"), (9.96, "10 MB/s"), (0.0, "")]
-)
-def test_a_speed_is_never_told_as_0(speed: float, said: str) -> None:
-    entry = Entry(1, Path("step-1"), 10, 0.0, None)
-    told = [line for line in checkpoint_lines(Path("run"), [entry], entry, speed) if "verified at" in line]
-    assert told == ([f"verified at {said}"] if said else [])
-
-
-def test_the_command_without_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_without_a_good_one(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     assert main(["runs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith(f"\n{tmp_path}: no checkpoints\n")
     (save(tmp_path / "checkpoints", 1) / "state.json").unlink()
     assert main(["runs", str(tmp_path)]) == 1
-    assert "none" in capsys.readouterr().out
-    assert main(["runs", str(tmp_path / "manifest.json")]) == 2
     assert main(["runs", str(tmp_path / "none")]) == 2
-
-
-def test_verifying_tells_how_far_it_is(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    counts: list[int] = []
-    verify_checkpoint(path, counts.append)
-    assert sum(counts) == sum((path / name).stat().st_size for name in FILES if name != "SHA256SUMS")

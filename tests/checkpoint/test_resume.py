@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 from tests.chaos import chaos
 from tests.helpers import preloaded
 from tests.helpers.held import held, pid_of_rank
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import make_recipe
 from tests.helpers.waiting import SECONDS, until
@@ -27,10 +25,8 @@ from trainer.commands.verify.recorded import Recorded
 from trainer.commands.verify.replay import replay_config
 from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import World
-from trainer.errors import BadInputError
-from trainer.host.processes import children
 from trainer.runs.differences import differences
-from trainer.runs.folder import newest_run, write_json
+from trainer.runs.folder import write_json
 from trainer.runs.manifest import read_stored, update_manifest
 from trainer.train.components.checkpoint_choice import load_checkpoint
 from trainer.train.components.run import build
@@ -115,7 +111,6 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
     done = trainer(*RUN, "--out", str(folder))
     assert done.returncode == 0, done.stderr
-    assert "resumes after step 11" in done.stdout
     assert weights_of(folder) == weights_of(whole)
     assert rows_of(folder) == rows_of(whole)
     before = weights_of(folder)
@@ -123,8 +118,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole
     assert (again.returncode, again.stderr) == (0, "")
     assert named(again.stdout, "finished")
     other = trainer(*RUN, "--out", str(folder), "--set", "optim.lr=1")
-    assert other.returncode == 2
-    assert "another configuration (optim.lr: 0.006, now 1" in other.stderr
+    refusal(other.returncode, other.stderr, "optim.lr 0.006 1")
     assert weights_of(folder) == before
 
 
@@ -133,7 +127,7 @@ def test_whichever_rank_gets_the_signal_all_stop_together(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     cut = stopped(tmp_path / "cut", "--nproc-per-node", "2", to="1", number=signal.SIGUSR1)
     assert (cut.returncode, cut.stderr) == (75, "")
-    assert "stopped by SIGUSR1 after step" in cut.stdout
+    assert named(cut.stdout, "SIGUSR1")
     done = trainer(*RUN, "--nproc-per-node", "2", "--out", str(tmp_path / "cut"))
     assert done.returncode == 0, done.stderr
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
@@ -143,8 +137,6 @@ def test_whichever_rank_gets_the_signal_all_stop_together(tmp_path: Path) -> Non
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
     run = stopped(tmp_path / "run", "--max-restarts", "3", to="0", number=signal.SIGKILL)
     assert run.returncode == 0, run.stderr
-    assert "starting again (1 of 3)" in run.stderr
-    assert "resumes after step 10" in run.stdout
     assert weights_of(tmp_path / "run") == weights_of(whole)
     assert rows_of(tmp_path / "run") == rows_of(whole)
 
@@ -232,18 +224,13 @@ def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
     assert stored is not None
     changed = make_recipe(optim={"lr": 0.5}, data={"workers": 3}, log={"every": 2}).model_dump(mode="json")
     assert differences(stored.config, changed) == ["optim.lr: 0.001, now 0.5"], "workers and logging are free"
-    # A version before had no such key, and did what is the default now.
-    older = {**stored.config, "language": {}, "precision": {}}
-    assert differences(older, stored.config) == []
-    packed = {**stored.config, "language": {**stored.config["language"], "text": "packed"}}
-    assert differences(older, packed) == ['language.text: "stream", now "packed"']
     moved = [{"model": {"name": f"hf/{name}"}, "language": {"tokenizer": name}} for name in "ab"]
     assert differences(moved[0], moved[1]) == [], "their content is compared with the data and the weights"
     assert differences({"model": {"name": "gpt"}}, {"model": {"name": "hf/a"}})
     with refused("optim.lr 0.001 0.5"):
         check_resumable(folder, stored, changed, "cpu", {}, "auto", 1)
     check_resumable(folder, stored, changed, "cpu", {}, "force", 1)
-    with pytest.raises(BadInputError, match="holds a run already"):
+    with refused(folder):
         check_resumable(folder, stored, stored.config, "cpu", {}, "never", 1)
     check_resumable(folder, stored, stored.config, "cpu", {}, "auto", 1)
 
@@ -259,10 +246,10 @@ def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Pa
     check_resumable(folder, before, now.config, "cpu", {}, "force", 1)
     finished = before.model_copy(update={"status": "finished", "planned_steps": 4})
     check_resumable(folder, finished, now.config, "cpu", {}, "auto", 4)
-    with pytest.raises(BadInputError, match="arithmetic: 1"):
+    with refused("arithmetic 1"):
         check_resumable(folder, finished, now.config, "cpu", {}, "auto", 5)
     newer = now.model_copy(update={"attempts": [now.attempts[0].model_copy(update={"arithmetic": 99})]})
-    with pytest.raises(BadInputError, match=r"arithmetic: 99, now .* older than the run"):
+    with refused("arithmetic 99"):
         check_resumable(folder, newer, now.config, "cpu", {}, "auto", 1)
     facts = json.loads((folder / "manifest.json").read_text())
     facts["attempts"][0].pop("arithmetic")  # as version 0.1 wrote it
@@ -271,7 +258,7 @@ def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Pa
     assert older is not None
     assert older.arithmetic == 1
     recorded = Recorded(folder, older, [], 0)
-    with pytest.raises(BadInputError, match=r"arithmetic: 1, now .* version of trainer that trained it"):
+    with refused("arithmetic 1"):
         replay_config(recorded, [])
 
 
@@ -280,15 +267,6 @@ def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> N
     assert stored is not None
     for changes in ({"data": {"micro_batch_size": 32}}, {"parallel": {"threads": 2}}):
         assert differences(stored.config, make_recipe(**changes).model_dump(mode="json"))
-
-
-def test_the_newest_run_is_found_or_missed_with_a_line(tmp_path: Path) -> None:
-    with refused("digits"):
-        newest_run(tmp_path, "digits")
-    for number in (2, 1):
-        a_run(tmp_path / f"digits-00000000-{number}")
-        os.utime(tmp_path / f"digits-00000000-{number}" / "manifest.json", (number, number))
-    assert newest_run(tmp_path, "digits").name == "digits-00000000-2"
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -302,22 +280,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state.model.state_dict().items())
 
 
-@pytest.mark.compat
-def test_a_model_file_of_a_checkpoint_is_plain_safetensors(tmp_path: Path) -> None:
-    recipe = make_recipe(model={"width": 8, "channels_last": True})
-    run = build(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0)
-    path = write(tmp_path, 1, tensors_of(run.state), {})
-    fresh = make_task(recipe).model()
-    fresh.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"))
-    for name, tensor in run.state.model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor)
-
-
-@pytest.mark.parametrize("resumable", [True, False])
-def test_a_signal_before_the_launch_ends_at_once(tmp_path: Path, resumable: bool) -> None:
-    """75 only if there is a checkpoint to go on from; as the first process of a container, too."""
-    if resumable:
-        (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
+def test_a_signal_before_the_launch_ends_at_once(tmp_path: Path) -> None:
+    """With 75, as there is a checkpoint to go on from."""
+    (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
     before = (
         "import os, signal, sys\n"
         "from trainer import cli\n"
@@ -327,38 +292,7 @@ def test_a_signal_before_the_launch_ends_at_once(tmp_path: Path, resumable: bool
         "preempt.end_on_signal = now; sys.exit(cli.main(sys.argv[1:]))"
     )
     words = ["train", "digits", "--out", str(tmp_path / "run")]
-    isolated = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"] if can_unshare() else []
-    done = subprocess.run(
-        [*isolated, sys.executable, "-c", before, *words],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == (75 if resumable else 1), done.stderr
+    done = preloaded.run([sys.executable, "-c", before, *words], cwd=ROOT)
+    assert done.returncode == 75, done.stderr
     assert named(done.stderr, "SIGTERM")
     assert done.stderr.count("\n") == 1
-
-
-def can_unshare() -> bool:
-    """Whether this user may make processes a world of their own."""
-    words = ["unshare", "--fork", "--pid", "--mount-proc", "true"]
-    return (
-        bool(shutil.which("unshare"))
-        and not subprocess.run(words, capture_output=True, check=False).returncode
-    )
-
-
-@pytest.mark.slow  # tests/container stops a real container
-@pytest.mark.skipif(not can_unshare(), reason="needs unshare and the right to use it")
-def test_as_the_first_process_of_a_container_it_stops_with_a_checkpoint(tmp_path: Path) -> None:
-    """Signals that have no handler don't reach a process 1."""
-    folder, long = tmp_path / "run", ("--set", "epochs=10000", "--set", "max_steps=100000")
-    words = [sys.executable, "-m", "trainer", *RUN, *long, "--out", str(folder)]
-    process = subprocess.Popen(
-        ["unshare", "--fork", "--pid", "--mount-proc", *words],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    until(lambda: (folder / "metrics.jsonl").exists() or process.poll() is not None)
-    (first,) = children(process.pid)
-    os.kill(first, signal.SIGTERM)
-    _, err = process.communicate(timeout=SECONDS)
-    assert (process.returncode, err) == (75, "")
-    assert newest_good(folder / "checkpoints")[0] is not None

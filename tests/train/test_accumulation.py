@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from tests.helpers.refusals import refused
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
-from trainer.errors import BadInputError
 from trainer.rng import permuted
 from trainer.train.components.run import build
 from trainer.train.step import train_step
@@ -143,5 +143,5 @@ def test_the_logged_loss_is_the_mean_over_each_step(ranks: Ranks, ragged: bool) 
 
 def test_micro_batches_must_divide_among_the_ranks() -> None:
     recipe = make_recipe(data={"global_batch_size": 6, "micro_batch_size": 2})
-    with pytest.raises(BadInputError, match="not a multiple"):
+    with refused("data.global_batch_size"):
         build(recipe, TokenTask(20), World(0, 2, 0, torch.device("cpu"), None), 0)

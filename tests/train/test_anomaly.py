@@ -4,7 +4,6 @@ import json
 import math
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.chaos import ending
-from tests.helpers.forked import Attempt, attempt, replace, small
+from tests.helpers.forked import Attempt, attempt, small
 from tests.helpers.late import import_late
 from tests.helpers.poison import SEED, Harm, poison
 from tests.helpers.ports import free_port
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
-from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import make_recipe
 from trainer.config.training import AnomalyConfig
 from trainer.launch.worker import Worker
 from trainer.train.anomaly import (
-    AnomalyLog,
-    Finding,
     judge_step,
     median_and_deviation,
     read_anomalies,
@@ -57,13 +52,8 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     )
     stopped = attempt(folder, recipe, before=poison([7], harm))
     assert stopped.code == 1
-    assert f"step 8: the {harm} isn't finite" in stopped.line
-    assert "Traceback" not in stopped.said
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["status"] == "diverged" and manifest["reason"].endswith(stopped.line)
-    assert "lower optim.lr" in stopped.line
-    first = attempt(tmp_path / "first", recipe, before=poison([0], harm)).line
-    assert f"step 1: the {harm} isn't finite" in first and named(first, "update")
+    assert named(stopped.line, f"8 {harm} optim.lr") and "Traceback" not in stopped.said
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "diverged"
     (anomaly,) = read_anomalies(folder)
     assert (anomaly["number"], anomaly["step"], anomaly["kind"]) == (1, 8, "nonfinite")
     assert anomaly["samples"] == samples_of(recipe, 7)
@@ -78,11 +68,9 @@ def test_a_run_that_stopped_goes_on_by_force_alone(tmp_path: Path) -> None:
     folder, recipe = tmp_path / "run", small(**SEED, checkpoint={"every": 1})
     assert attempt(folder, recipe, before=poison([7], "gradient")).code == 1
     again = attempt(folder, recipe)
-    assert again.code == 1 and "is diverged already" in again.said and "--resume force" in again.said
+    assert again.code == 1 and named(again.said, "--resume force")
     cured = attempt(folder, recipe, "force")
     assert cured.code == 0 and read_anomalies(folder) == []
-    whole = attempt(tmp_path / "whole", recipe)
-    assert whole.code == 0 and ending(folder) == ending(tmp_path / "whole")
 
 
 def test_stop_in_the_last_steps(tmp_path: Path) -> None:
@@ -99,12 +87,6 @@ def test_a_leap_stops(tmp_path: Path) -> None:
     assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, "spike", samples_of(recipe, 12))
 
 
-@pytest.mark.parametrize("key", ["nonfinite", "spike"])
-def test_rollback_names_what_replaces_it(key: str) -> None:
-    with refused(f"anomaly.{key} skip --init-from"):
-        make_recipe({"epochs": 1}, [f"anomaly.{key}=rollback"])
-
-
 SKIPPED = [3, 7, 8]
 
 
@@ -117,22 +99,21 @@ def skipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     return {harm: (root / harm, attempt(root / harm, recipe, before=poison(SKIPPED, harm))) for harm in harms}
 
 
-@pytest.mark.parametrize("harm", ["loss", "gradient"])
 def test_means_are_over_the_steps_that_were_made(
-    skipped: dict[str, tuple[Path, Attempt]], tmp_path: Path, harm: Harm
+    skipped: dict[str, tuple[Path, Attempt]], tmp_path: Path
 ) -> None:
     """A step that was left out has no loss and no norm, and counts nothing in a longer row."""
     every = {log: watched(nonfinite="skip").model_copy(deep=True) for log in (1, 8)}
     for log, recipe in every.items():
         recipe.log.every = log
         for stop_at, code in ((5, 75), (None, 0)) if log > 1 else ((None, 0),):
-            done = attempt(tmp_path / f"{log}", recipe, stop_at=stop_at, before=poison(SKIPPED, harm))
+            done = attempt(tmp_path / f"{log}", recipe, stop_at=stop_at, before=poison(SKIPPED, "loss"))
             assert done.code == code
     each = {row["step"]: row for row in read_rows(tmp_path / "1") if row["kind"] == "train"}
     losses = [each[step]["loss"] for step in range(1, 17)]
     assert [step for step, loss in enumerate(losses) if loss is None] == SKIPPED
     assert [step - 1 for step, row in each.items() if row["grad_norm"] is None] == SKIPPED
-    for log, folder in ((2, skipped[harm][0]), (8, tmp_path / "8")):
+    for log, folder in ((2, skipped["loss"][0]), (8, tmp_path / "8")):
         for row in (row for row in read_rows(folder) if row["kind"] == "train"):
             made = [loss for loss in losses[row["step"] - log : row["step"]] if loss is not None]
             assert row["loss"] == sum(made) / len(made)
@@ -143,7 +124,6 @@ def test_skip(skipped: dict[str, tuple[Path, Attempt]], harm: Harm) -> None:
     folder, done = skipped[harm]
     assert done.code == 0
     assert [one["step"] for one in read_anomalies(folder)] == [4, 8, 9]
-    assert done.said.count("its update was not made") == 3
     rows = read_rows(folder)
     assert [row["updates"] for row in rows if row["kind"] == "train"][-1] == 13
     newest, _ = newest_good(folder / "checkpoints")
@@ -174,21 +154,6 @@ def test_too_many(tmp_path: Path) -> None:
     assert [one["policy"] for one in read_anomalies(tmp_path / "run")] == ["skip", "stop"]
 
 
-@pytest.mark.parametrize(("policy", "code"), [("stop", 1), ("skip", 0)])
-def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def install() -> None:
-        poison([6], "gradient")()
-        replace(AnomalyLog, "_add", full)
-
-    done = attempt(tmp_path / "run", watched(nonfinite=policy), before=install)
-    assert done.code == code and "Traceback" not in done.said
-    told = done.said if policy == "skip" else done.line
-    assert "step 7: the gradient isn't finite" in told and "No space left on device" in told
-
-
 def test_off(tmp_path: Path) -> None:
     recipe = watched(nonfinite="off")
     done = attempt(tmp_path / "run", recipe, before=poison([3], "gradient"))
@@ -202,9 +167,9 @@ def test_fp16_looks_for_its_scale_undisturbed(tmp_path: Path) -> None:
     assert attempt(tmp_path / "run", small(**SEED, **scaled, max_steps=12)).code == 0
     scaled = {"precision": {"mode": "fp16", "initial_scale": 4.0}}
     bad = attempt(tmp_path / "bad", small(**SEED, **scaled), before=poison(range(16), "gradient"))
-    assert bad.code == 1 and "step 4: the gradient isn't finite" in bad.line
+    assert bad.code == 1 and named(bad.line, "4 gradient")
     lost = attempt(tmp_path / "lost", small(**SEED, **scaled), before=poison([2], "loss"))
-    assert lost.code == 1 and "step 3: the loss isn't finite" in lost.line
+    assert lost.code == 1 and named(lost.line, "3 loss")
 
 
 def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: Any, told: Path) -> None:
@@ -250,10 +215,8 @@ def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[
 @pytest.mark.parametrize(
     ("harm", "policy", "reduction"),
     [
-        ("loss", "stop", "all_reduce"),
-        pytest.param("gradient", "stop", "tree", marks=pytest.mark.slow),
+        ("gradient", "stop", "all_reduce"),
         ("loss", "skip", "tree"),
-        ("gradient", "skip", "all_reduce"),
     ],
 )
 def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) -> None:
@@ -269,38 +232,12 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
     assert (anomaly["step"], anomaly["policy"]) == (8, policy)
     assert anomaly["samples"] == samples_of(recipe, 7)
     if policy == "stop":
-        assert all(f"step 8: the {harm} isn't finite" in one.line for one in done)
+        assert all(named(one.line, f"8 {harm}") for one in done)
         return
     ending(tmp_path / "run")
     other = two_ranks(tmp_path / "other", recipe, poison([7], "gradient", only_rank=0))
     assert {one.code for one in other} == {0}
     assert ending(tmp_path / "run").weights == ending(tmp_path / "other").weights
-
-
-def slowly(seconds: float) -> Callable[[], None]:
-    """Writing the checkpoint before an anomaly takes long."""
-
-    def install() -> None:
-        poison([12], "gradient")()
-        commit = store.commit
-
-        def slow(folder: Path, step: int, *rest: Any) -> Any:
-            if step in (10, 12):
-                time.sleep(seconds)
-            return commit(folder, step, *rest)
-
-        replace(store, "commit", slow)
-
-    return install
-
-
-def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
-    """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
-    recipe = small(**{**SEED, "data": {"micro_batch_size": 4}}, checkpoint={"every": 12})
-    for one in two_ranks(tmp_path / "run", recipe, slowly(0.5)):
-        assert one.code == 1 and "step 13" in one.line
-        assert "status diverged" in one.said
-    assert len(read_anomalies(tmp_path / "run")) == 1
 
 
 CONFIG = AnomalyConfig(nonfinite="stop", spike="stop", spike_deviations=5.0, spike_history=10)
@@ -327,11 +264,9 @@ def test_there_is_no_leap_without_a_history() -> None:
     assert all(judge_step(CONFIG, step, 10.0**step, 1.0, history) is None for step in range(10))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_is_not_finite_goes_before_a_leap(bad: float, which: int) -> None:
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf)])
+def test_what_is_not_finite_goes_before_a_leap(loss: float, norm: float) -> None:
     history = [1.0] * 10
-    loss, norm = (bad, 1.0) if which == 0 else (1.0, bad)
     found = judge_step(CONFIG, 3, loss, norm, history)
     assert found is not None and (found.kind, found.policy) == ("nonfinite", "stop")
     assert history == [1.0] * 10
@@ -345,14 +280,8 @@ def test_the_deviation_is_that_of_a_normal_distribution(values: list[float]) -> 
     assert deviation == pytest.approx(max(wanted, 0.01 * abs(median)))
 
 
-@pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"step": "a", "policy": "rollback"}\n'])
+@pytest.mark.parametrize("text", ["{}\n", "{\n"])
 def test_an_odd_list_of_anomalies_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "anomalies.jsonl").write_text(text)
     with refused("anomalies"):
         read_anomalies(tmp_path)
-
-
-def test_a_finding_in_words() -> None:
-    assert str(Finding(4, "spike", "stop", 9.0, 1.0, 1.0, 0.5)) == (
-        "step 5: the loss leapt to 9, 16 deviations above 1"
-    )

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import build_alone, make_recipe, rows_to
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
-from trainer.errors import BadInputError, DivergedError
+from trainer.errors import DivergedError
 from trainer.observe.checksums import Checksums
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.run import build
@@ -40,12 +39,9 @@ class Base(nn.Module):
         self.teacher.load_state_dict(self.student.state_dict())
         self.teacher.requires_grad_(kind == "trained teacher")
         self.register_buffer("center", torch.zeros(3, dtype=F64))
-        self.register_buffer("queue", torch.zeros(16, 3, dtype=F64))
         self.register_buffer("at", torch.zeros((), dtype=torch.int64))
-        self.drop: nn.Module = nn.Identity()
 
     center: torch.Tensor
-    queue: torch.Tensor
     at: torch.Tensor
 
     @torch.no_grad()
@@ -69,25 +65,16 @@ class Base(nn.Module):
                 self.student.weight.clamp_(-0.1, 0.1)
             case "clips by data":
                 self.student.weight.data = self.student.weight.data.clamp(-0.1, 0.1)
-            case "normalizes":
-                self.student.weight.copy_(F.normalize(self.student.weight, dim=1))
             case "decays":
                 self.student.weight.mul_(0.99)
             case "replaces":
                 self.student.weight = nn.Parameter(self.student.weight.detach() * 1)
-            case "queue":
-                rows = (self.at + torch.arange(len(x))) % 16
-                self.queue[rows] = self.student(x)
-                self.at.copy_((self.at + len(x)) % 16)
             case _:
                 pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        late = self.kind in (
-            "learns from samples",
-            "center",
-            "queue",
-        )  # what is used is that of the step before
+        # What is used is that of the step before.
+        late = self.kind in ("learns from samples", "center")
         if self.training and not late:
             self.change(x)
         with torch.no_grad():
@@ -95,7 +82,7 @@ class Base(nn.Module):
         if self.training and late:
             self.change(x)
         made = self.student(x)
-        loss: torch.Tensor = (self.drop(made) - wanted).square().sum(1) + made[:, 0].sub(1).square()
+        loss: torch.Tensor = (made - wanted).square().sum(1) + made[:, 0].sub(1).square()
         return loss
 
 
@@ -183,12 +170,11 @@ def by_hand(kind: str, steps: int = 8) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["follows", "follows by data", "learns from samples", "center"])
 def test_what_a_forward_pass_moves_is_that_of_plain_pytorch(ranks: Ranks, kind: str) -> None:
     wanted = by_hand(kind)
-    found = [trained(ALONE, kind, size) for size in (8, 4, 2, 1)]
-    for size in (4, 1):
-        first, second = ranks.run(2, trained, kind, size)
-        for name, tensor in first["model"].items():
-            assert torch.equal(tensor, second["model"][name]), name
-        found.append(first)
+    found = [trained(ALONE, kind, size) for size in (8, 2)]
+    first, second = ranks.run(2, trained, kind, 1)
+    for name, tensor in first["model"].items():
+        assert torch.equal(tensor, second["model"][name]), name
+    found.append(first)
     for state in found:
         for name, tensor in wanted.items():
             assert torch.allclose(state["model"][name], tensor, rtol=1e-9, atol=1e-12), (kind, name)
@@ -197,7 +183,7 @@ def test_what_a_forward_pass_moves_is_that_of_plain_pytorch(ranks: Ranks, kind: 
     begun = trained(ALONE, kind, 2, range(3))
     again = trained(ALONE, kind, 2, range(3, 8), begun)
     for name, tensor in again["model"].items():
-        assert torch.equal(tensor, found[2]["model"][name]), name
+        assert torch.equal(tensor, found[1]["model"][name]), name
 
 
 def test_the_average_follows_weights_that_a_forward_pass_gives_other_memory() -> None:
@@ -225,7 +211,7 @@ def test_a_batchnorm_whose_statistics_are_replaced_is_refused_by_name() -> None:
     def halve(layer: Any, *_: Any) -> None:
         layer.running_mean = layer.running_mean * 0.5
 
-    with pytest.raises(BadInputError, match=r"BatchNorm's '1\.running_mean'.*copy_"):
+    with refused("1.running_mean"):
         a_run(ALONE, Own(seeded(model)), 4)
     a_run(ALONE, Own(seeded(model)), 8)
 
@@ -241,47 +227,16 @@ def test_trained_parameters_that_samples_move_are_refused_by_name(kind: str) -> 
         assert torch.allclose(tensor, wanted[name], rtol=1e-9, atol=1e-12), name
 
 
-@pytest.mark.parametrize("kind", ["clips", "normalizes"])
-def test_what_is_a_function_of_the_weights_alone_is_plain_pytorchs(ranks: Ranks, kind: str) -> None:
-    wanted = by_hand(kind)
-    found = [trained(ALONE, kind, size) for size in (8, 2)] + ranks.run(2, trained, kind, 2)
-    for state in found:
+def test_what_is_a_function_of_the_weights_alone_is_plain_pytorchs(ranks: Ranks) -> None:
+    wanted = by_hand("clips")
+    for state in [trained(ALONE, "clips", 2), *ranks.run(2, trained, "clips", 2)]:
         for name, tensor in wanted.items():
-            assert torch.allclose(state["model"][name], tensor, rtol=1e-9, atol=1e-12), (kind, name)
-
-
-def test_an_embedding_that_limits_its_norm_is_refused() -> None:
-    class Words(Own):
-        def data(self) -> Any:
-            word = np.random.default_rng(0).integers(0, 9, (SAMPLES, 4))
-            return {"x": word}, {"x": word[:10]}
-
-        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-            result: torch.Tensor = model(batch.fields["x"]).sum((1, 2))
-            return result
-
-    own = Words(lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=0.5)))
-    with refused("0.weight"):
-        a_run(ALONE, own, 4)
+            assert torch.allclose(state["model"][name], tensor, rtol=1e-9, atol=1e-12), name
 
 
 def test_a_parameter_that_is_replaced_is_refused() -> None:
-    with pytest.raises(BadInputError, match=r"parameter 'student.weight'"):
+    with refused("student.weight"):
         a_run(ALONE, Own(lambda: Base("replaces")), 8)
-
-
-def test_a_queue_is_torchs_with_one_micro_batch_and_told_with_several(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("trainer.train.components.changing.warn", said.append)
-    assert torch.equal(trained(ALONE, "queue", 8)["model"]["queue"], by_hand("queue")["queue"])
-    assert not said
-    a_run(ALONE, Own(lambda: Base("queue")), 4)
-    assert len(said) == 1 and "a part of queue," in said[0]
-    said.clear()
-    a_run(ALONE, Own(lambda: Base("center")), 4)
-    assert not said
 
 
 class Lazy(nn.Module):
@@ -306,11 +261,12 @@ class Lazy(nn.Module):
         return self.linear(x).sum(1)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("when", ["", "training", "evaluation"])
-@pytest.mark.parametrize("what", ["buffer", "parameter", "module"])
+@pytest.mark.parametrize(
+    ("what", "when"), [("buffer", ""), ("parameter", "training"), ("module", "evaluation")]
+)
 def test_what_a_forward_pass_makes_is_refused_by_name(what: str, when: str) -> None:
     name = "made.bias" if what == "module" else "made"
-    with refused(f"{name}"):
+    with refused(name):
         CustomTask(Own(lambda: Lazy(what, when)), "own").check()
 
 
@@ -318,36 +274,13 @@ def test_a_cache_may_be_made_in_a_forward_pass() -> None:
     CustomTask(Own(lambda: Lazy("cache")), "own").check()
 
 
-class Listed(nn.Module):
-    """Gives a list in training mode, or in evaluation mode."""
-
-    def __init__(self, training: bool) -> None:
-        super().__init__()
-        self.linear, self.listed = nn.Linear(4, 1, dtype=F64), training
-
-    def forward(self, x: torch.Tensor) -> Any:
-        made = self.linear(x).sum(1)
-        return [made] if self.training is self.listed and torch.is_grad_enabled() else made
-
-
-def test_a_list_in_training_mode_is_refused_and_in_evaluation_mode_is_left_alone() -> None:
-    with refused("loss list"):
-        CustomTask(Own(lambda: Listed(True)), "own").check()
-    CustomTask(Own(lambda: Listed(False)), "own").check()
-
-
-@pytest.mark.parametrize("what", ["buffer", "parameter"])
-def test_expanded_tensors_are_named(what: str) -> None:
+def test_expanded_tensors_are_named() -> None:
     def make() -> nn.Module:
         model = Base()
-        wide = torch.ones(1, dtype=F64).expand(5)
-        if what == "buffer":
-            model.register_buffer("wide", wide)
-        else:
-            model.wide = nn.Parameter(wide)
+        model.register_buffer("wide", torch.ones(1, dtype=F64).expand(5))
         return model
 
-    with pytest.raises(BadInputError, match=r"the model's 'wide' .*\.clone\(\)"):
+    with refused("wide"):
         CustomTask(Own(make), "own").check()
 
 
@@ -394,32 +327,21 @@ def test_an_evaluation_leaves_what_the_training_changes(monkeypatch: pytest.Monk
 class Beside(Own):
     """Keeps something that learns beside the model."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__(Base)
-        self.how = how
-        self.teacher: Any = None if how == "copied later" else nn.Linear(4, 3, dtype=F64)
         self.shadow: dict[str, torch.Tensor] = {"weight": torch.zeros(3, 4, dtype=F64)}
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        student: nn.Linear = model.student  # type: ignore[assignment]
         with torch.no_grad():
-            if self.teacher is None:
-                self.teacher = nn.Linear(4, 3, dtype=F64)
-                self.teacher.load_state_dict(student.state_dict())
-            if self.how == "shadow":
-                self.shadow["weight"].lerp_(student.weight, 0.1)
-            else:
-                self.teacher.weight.lerp_(student.weight, 0.1)
+            self.shadow["weight"].lerp_(model.student.weight, 0.1)  # type: ignore[union-attr, arg-type]
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize("how", ["shadow", "teacher", "copied later"])
-def test_what_learns_beside_the_model_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_learns_beside_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("trainer.tasks.custom_trial.warn", said.append)
-    CustomTask(Beside(how), "own").check()
-    name = "self.shadow['weight']" if how == "shadow" else "self.teacher.weight"
-    assert len(said) == 1 and f"{name} changes" in said[0]
+    CustomTask(Beside(), "own").check()
+    assert len(said) == 1 and "self.shadow['weight']" in said[0]
 
 
 # --- modes ---
@@ -476,7 +398,6 @@ def set_modes(how: str) -> nn.Module:
         ("all", (True, True, True, True)),
         ("all but one", (False, False, False, True)),
         ("override", (True, False, True, True)),
-        ("none", (True, True, True, True)),
         ("later", (True, False, True, True)),
     ],
 )
@@ -492,22 +413,6 @@ def test_modes_stay_as_they_were_set(how: str, wanted: tuple[bool, ...]) -> None
     assert bool(told) is (how in ("parts", "all but one"))
     if told:
         assert "norm, drop" in told[0]
-
-
-def test_a_frozen_batchnorm_computes_as_in_plain_pytorch() -> None:
-    def make() -> nn.Module:
-        model = set_modes("parts")
-        model.norm.running_mean += 3  # type: ignore[union-attr, operator]
-        return model
-
-    run = a_run(ALONE, Own(seeded(make)), 2)
-    batches = run.loader(run.share.batches())
-    alone: Any = seeded(make)()
-    train_step(run, batches, 0)
-    batch = next(iter(a_run(ALONE, Own(seeded(make)), 8).loader(run.share.batches())))
-    (alone(batch.fields["x"]).sum() / 8).backward()
-    torch.optim.SGD(alone.linear.parameters(), lr=0.01).step()
-    assert torch.equal(run.state.model.get_buffer("norm.running_mean"), torch.full((4,), 3.0, dtype=F64))
 
 
 # --- ranks that drift ---
@@ -539,16 +444,10 @@ def drifting(world: World, name: str, *parallel: str) -> tuple[str, list[str]]:
     return "", said
 
 
-@pytest.mark.parametrize("parallel", [("reduction", "all_reduce"), ("reduction", "tree")])
-def test_ranks_whose_weights_drift_apart_end_the_run_one_record_later(
-    ranks: Ranks, parallel: tuple[str, str]
-) -> None:
-    for ended, _ in ranks.run(2, drifting, "student.weight", *parallel):
-        assert ended.startswith(
-            "step 8: the ranks' weights differ after step 6, as they did not after step 4"
-        )
-        assert "student.weight;" in ended
-    for ended, said in ranks.run(2, drifting, "", *parallel):
+def test_ranks_whose_weights_drift_apart_end_the_run_one_record_later(ranks: Ranks) -> None:
+    for ended, _ in ranks.run(2, drifting, "student.weight"):
+        assert ended.startswith("step 8: ") and named(ended, "6 4 student.weight")
+    for ended, said in ranks.run(2, drifting, ""):
         assert not ended and not said
 
 
@@ -562,4 +461,4 @@ def test_rows_of_a_sharded_model_are_no_drift_but_its_buffers_may_be(ranks: Rank
 def test_buffers_that_differ_are_told_once_by_one_rank(ranks: Ranks) -> None:
     (ended, said), (other, nothing) = ranks.run(2, drifting, "center")
     assert not ended and not other and not nothing
-    assert len(said) == 1 and "buffers center differ between ranks after step 6" in said[0]
+    assert len(said) == 1 and named(said[0], "center 6")

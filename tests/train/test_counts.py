@@ -15,9 +15,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
-import torch
 
 from benchmarks import overhead
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps
@@ -150,36 +148,6 @@ def test_a_step_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> Non
     skip_with_another_torch()
     assert sum(of(one, "aten").values()) == OPERATORS, one
     assert sum(of(one, "copied").values()) == COPIED, of(one, "copied")
-
-
-def test_what_would_wait_is_seen() -> None:
-    """On a CPU none of these does, so nothing else would tell."""
-    value, mask = torch.ones(3), torch.tensor([True, False, True])
-    reads: dict[str, Callable[[], Any]] = {
-        "item": value[0].item,
-        "if": lambda: bool(value[0] > 0),
-        "tolist": value.tolist,
-        "numpy": value.numpy,
-        "asarray": lambda: np.asarray(value),
-        "cpu": value.cpu,
-        "to": lambda: value.to("cpu"),
-        "nonzero": value.nonzero,
-        "mask": lambda: value[mask],
-        "put": lambda: value.clone().index_put_((mask,), torch.zeros(())),
-        "equal": lambda: torch.equal(value, value),
-        "unique": value.unique,
-    }
-    for name, read in reads.items():
-        with counting(seen := Counter[str]()):
-            read()
-        assert of(seen, "waits"), name
-    with counting(seen):
-        seen.clear()
-        torch.where(mask, value, 0.0)[torch.tensor([2])].to(torch.float64)
-    assert not of(seen, "waits") and of(seen, "copied") == {
-        "copied aten.index.Tensor": 4,
-        "copied aten._to_copy.default": 8,
-    }
 
 
 _listener: list[Callable[[str, Any], None]] = []

@@ -6,7 +6,6 @@ import tracemalloc
 from array import array
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
-from trainer.data.ring import Ring
 from trainer.distributed.parallel import silenced
 from trainer.train.components.task import make_task
 from trainer.train.state import Run
@@ -122,43 +120,3 @@ def test_the_bytes_that_a_step_of_the_digits_copies(resident: bool) -> None:
     assert 4 * 64 * 8 * 8 <= floats < 2 * 4 * 64 * 8 * 8  # to float32, once
     skip_with_another_torch()
     assert sum(copied.values()) == COPIED_BY_DIGITS + batch, copied
-
-
-def test_a_batch_that_lies_in_memory_is_gathered_once() -> None:
-    batches = digits("data.resident=true").loader(range(4))
-    for _ in range(3):
-        with counting(seen := Counter[str]()):
-            batch = next(batches)
-        size = sum(field.nbytes for field in batch.fields.values())
-        assert of(seen, "copied") == {"copied aten.index_select.default": size}
-        assert size == 64 * (8 * 8 + 8), "uint8 until the device"
-
-
-def test_a_batch_is_written_once_to_the_ring_and_used_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    original: Any = np.take
-
-    def take(*arguments: Any, out: Any = None, **keywords: Any) -> Any:
-        written.append(out.nbytes if out is not None else 0)
-        return original(*arguments, out=out, **keywords)
-
-    run = digits("data.resident=false", "data.global_batch_size=512", "data.micro_batch_size=512")
-    ring: Ring = run.loader._ring  # type: ignore[union-attr]
-    batches = run.loader(range(6))
-    next(batches)  # the order of many batches is worked out with the first
-    monkeypatch.setattr(np, "take", take)
-    for number in range(1, 3):
-        written.clear()
-        gc.collect()
-        tracemalloc.start()
-        with counting(seen := Counter[str]()):
-            batch = next(batches)
-        extra = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        size = sum(field.nbytes for field in batch.fields.values())
-        assert size == 512 * (8 * 8 + 8), "uint8 until the device"
-        assert sum(written) == size and not of(seen, "copied")
-        place = ring.slot(number)
-        inside = range(place.data_ptr(), place.data_ptr() + place.nbytes)
-        assert all(field.data_ptr() in inside for field in batch.fields.values())
-        assert extra < size / 2, "as much as another copy"

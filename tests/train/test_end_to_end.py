@@ -9,16 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import yaml
 
 from tests.helpers import preloaded
-from tests.helpers.few_pictures import write_pictures
-from tests.helpers.ports import free_port
-from tests.helpers.refusals import named, refusal
+from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -30,16 +27,9 @@ QUICK = ["--set", "epochs=2", "--set", "data.micro_batch_size=32", "--set", "par
 SMALLER = [*QUICK, *("--set", "model.width=4", "--set", "max_steps=6", "--set", "log.every=2")]
 
 
-def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return preloaded.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
-
-
 def trainer(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, sys.executable, "-m", "trainer", *arguments, **environment)
-
-
-def settings(*words: str) -> list[str]:
-    return [part for word in words for part in ("--set", word)]
+    command = [sys.executable, "-m", "trainer", *arguments]
+    return preloaded.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
 
 
 @pytest.mark.slow
@@ -53,19 +43,15 @@ def test_digits_reach_98_percent(tmp_path: Path) -> None:
 def test_all_of_a_run_is_in_its_folder_and_a_second_is_the_same(tmp_path: Path) -> None:
     done = trainer(tmp_path, "train", "digits", *QUICK)
     assert done.returncode == 0, done.stderr
-    # But for the one line of a run in a container's own file system, where these tests may run as well.
-    assert not [line for line in done.stderr.splitlines() if "lies in the container itself" not in line]
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     assert re.fullmatch(r"digits-[0-9a-f]{8}-1", folder.name)
     end = read_rows(folder)[-1]
     assert end["kind"] == "end"
     assert end["accuracy"] >= 0.75, "0.87 after two passes; all thirty come to 0.98"
-    assert f"accuracy     {end['accuracy']:.4f}" in done.stdout
-    assert f"run folder   runs/{folder.name}" in done.stdout
-    assert "samples/s" in done.stdout
     look_into(folder, end)
 
-    second = run_whose_reader_leaves(tmp_path)
+    assert trainer(tmp_path, "train", "digits", *QUICK).returncode == 0
+    (second,) = (path for path in (tmp_path / "runs").iterdir() if path.name[-1] == "2")
     assert (second.name[:-1], second.name[-1]) == (folder.name[:-1], "2")
     losses = [[row.get("loss") for row in read_rows(one)] for one in (folder, second)]
     assert losses[0] == losses[1], "the same configuration is the same run"
@@ -100,65 +86,6 @@ def look_into(folder: Path, end: dict[str, Any]) -> None:
     assert float(loss) == pytest.approx(evaluation["loss"], rel=1e-3)
 
 
-def run_whose_reader_leaves(folder: Path) -> Path:
-    """As `| head -1` does; it goes on to its end without one. Returns the run's folder."""
-    words = [sys.executable, "-u", "-m", "trainer", "train", "digits", *QUICK]
-    there = set((folder / "runs").iterdir())
-    with preloaded.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        said = process.stderr.read()
-        assert process.wait(300) == 0, said
-    (new,) = set((folder / "runs").iterdir()) - there
-    return new
-
-
-def test_two_ranks_and_torchrun_are_the_same_thing(tmp_path: Path) -> None:
-    done = trainer(tmp_path, "train", "digits", "--nproc-per-node", "2", "--out", "mine", *SMALLER)
-    assert done.returncode == 0, done.stderr
-    assert "2 x CPU" in done.stdout
-    assert "Gloo" not in done.stdout
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--master-port={free_port()}",
-        "--nproc-per-node=2",
-    ]
-    done = run(tmp_path, *torchrun, "-m", "trainer", "train", "digits", *SMALLER)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir() and not path.is_symlink())
-    assert json.loads((folder / "manifest.json").read_text())["world_size"] == 2
-    ours, theirs = (read_rows(path) for path in (tmp_path / "mine", folder))
-    assert [row.get("loss") for row in ours] == [row.get("loss") for row in theirs]
-
-
-@pytest.mark.slow
-def test_the_sharded_recipe_trains_on_token_files(tmp_path: Path) -> None:
-    """At a small width, on two ranks; compiled code is the subject of others."""
-    (tmp_path / "tokens").mkdir()
-    for name in ("train", "val"):
-        file = np.resize(np.arange(60, dtype=np.uint16), 2000)
-        file.tofile(tmp_path / "tokens" / f"{name}.bin")
-    sizes = "data.global_batch_size=8", "data.micro_batch_size=2"
-    little = settings("data.path=tokens", *sizes, "max_steps=12")
-    narrow = settings(*(f"language.{key}" for key in ("width=50", "layers=3", "sequence_length=16")))
-    quick = settings("optim.lr=0.01", "optim.warmup_steps=2", "compile.mode=none", "parallel.threads=1")
-    quick += settings("language.vocabulary=64", "language.dtype=uint16", "log.every=1")
-    words = ("train", "gpt2-1.5b", "--nproc-per-node", "2", "--out", "run", *little, *narrow, *quick)
-    done = trainer(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    assert "sharded over 2 ranks: 3 blocks are gathered one by one, the rest" in done.stdout
-    losses = [row["loss"] for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
-    assert 4 < losses[0] < 4.3, "about the logarithm of 64"
-    assert losses[-1] < losses[0] - 0.5
-    whole = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
-    assert whole["embedding.weight"].shape == (64, 50)
-
-
 BROKEN = """
 import sys, trainer.train.components.task, trainer.tasks.classification as c
 original, calls = c.Classification.loss, []
@@ -188,39 +115,6 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
     assert json.loads(manifest.read_text())["status"] == "failed"
 
 
-def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    wild = settings("optim.lr=1e30", "optim.max_grad_norm=0")
-    done = trainer(tmp_path, "train", "digits", "--out", "run", *SMALLER, *wild)
-    assert done.returncode == 1
-    assert "isn't finite; lower optim.lr" in done.stderr and "Traceback" not in done.stderr
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "diverged"
-
-
-def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    for image in (data / "train").rglob("*.png"):
-        image.write_bytes(image.read_bytes()[:200])
-    words = settings(
-        "data.name=folder", f"data.path={data}", "data.image_size=16", "data.global_batch_size=4"
-    )
-    words += settings("data.micro_batch_size=2", "data.augment=none", "data.workers=1", "parallel.threads=1")
-    done = trainer(tmp_path, "train", "digits", "--nproc-per-node", "2", *words)
-    refusal(done.returncode, done.stderr, f"{data / 'train'}", ".png")
-
-
-def test_synthetic_resnet_runs_without_data(tmp_path: Path) -> None:
-    words = settings(
-        "model.name=resnet18", "data.image_size=32", "data.samples=16", "data.global_batch_size=4"
-    )
-    words += settings("data.micro_batch_size=2", "data.classes=10", "max_steps=2", "log.every=1")
-    words += settings("parallel.threads=1")
-    done = trainer(tmp_path, "train", "resnet50-synthetic", "--out", "run", *words)
-    assert done.returncode == 0, done.stderr
-    rows = read_rows(tmp_path / "run")
-    assert rows[-1]["step"] == 2
-    assert all(row["loss"] is not None for row in rows if row["kind"] == "train")
-
-
 INTERRUPTED = """
 import os, signal, sys
 class Finder:
@@ -231,7 +125,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize(("module", "code"), [("pydantic", -signal.SIGINT), ("numpy", 1), ("torch.nn", 1)])
+@pytest.mark.parametrize(("module", "code"), [("pydantic", -signal.SIGINT), ("numpy", 1)])
 def test_ctrl_c_while_it_imports_ends_it_at_once(tmp_path: Path, module: str, code: int) -> None:
     """In the launcher, which leaves without a word, or in the rank; an exception would be a traceback."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)

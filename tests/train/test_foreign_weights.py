@@ -7,7 +7,6 @@ import pytest
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refused
-from trainer.cli import main
 from trainer.train.model_of_run import open_run, stored_weights
 
 
@@ -27,12 +26,6 @@ def test_the_newest_of_the_run_itself_is_taken(mixed: Path, capsys: pytest.Captu
     with refused("step-00000010"):
         open_run(mixed, checkpoint="10")
     assert open_run(mixed, checkpoint="5").weights == "checkpoints/step-00000005/ema.safetensors"
-
-
-def test_a_listing_tells_it(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(mixed)]) == 1
-    told = capsys.readouterr().out
-    assert "it is of another run" in told and "newest good: step 5" in told
 
 
 def test_where_there_is_no_other_it_holds_none(mixed: Path) -> None:

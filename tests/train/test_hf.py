@@ -1,7 +1,6 @@
 """Promise: a model of transformers learns here what a plain loop over single documents learns of it."""
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of, made
-from tests.helpers.refusals import named
+from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_sharding import Gathered
@@ -22,7 +21,6 @@ from trainer.config.recipe import Recipe
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats.documents import TARGETS
 from trainer.distributed.parallel import World
-from trainer.errors import BadInputError
 from trainer.models import head_loss
 from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
@@ -84,17 +82,18 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((ours - wanted).norm() <= 1e-5 * wanted.norm())
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "pieces"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The loss of whole logits, and in pieces of a few tokens."""
-    if request.param:
-        monkeypatch.setattr(head_loss, "PIECE", 256 * 5)
-    yield
+# The loss of whole logits, or in pieces of a few tokens.
+WHOLE, PIECES = head_loss.PIECE, 256 * 5
 
 
-@pytest.mark.parametrize(("family", "text"), [("qwen3", "packed"), ("gemma2", "padded"), ("gpt2", "packed")])
-@pytest.mark.usefixtures("pieces")
-def test_a_step_with_accumulation_is_that_of_a_plain_loop(family: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "text", "piece"),
+    [("qwen3", "packed", WHOLE), ("gemma2", "padded", PIECES), ("gpt2", "packed", PIECES)],
+)
+def test_a_step_with_accumulation_is_that_of_a_plain_loop(
+    family: str, text: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "PIECE", piece)
     recipe = recipe_of(folder_of(family, tmp_path, **WORDS, **_still(family)), text)
     wanted = plain(recipe, made(family, **WORDS, **_still(family)).train())
     found = by_name(build_alone(recipe, make_task(recipe)))
@@ -107,8 +106,8 @@ def _still(family: str) -> dict[str, float]:
     return dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0) if family == "gpt2" else {}
 
 
-@pytest.mark.usefixtures("pieces")
-def test_lora_learns_what_the_weights_would(tmp_path: Path) -> None:
+def test_lora_learns_what_the_weights_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_loss, "PIECE", PIECES)
     lora = {"rank": 3, "alpha": 6.0, "targets": ["*.q_proj", "*.down_proj", "lm_head"]}
     recipe = recipe_of(folder_of("llama", tmp_path, **WORDS), model={"lora": lora})
     wanted = plain(recipe, made("llama", **WORDS))
@@ -122,28 +121,15 @@ def test_lora_learns_what_the_weights_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "line"),
-    [
-        ("gemma", {"lora": {"rank": 2, "targets": ["lm_head"]}}, "lm_head.*embedding"),
-        ("gpt2", {"lora": {"rank": 2}}, "Conv1D"),
-        ("gpt2", {"lora": {"rank": 2, "targets": ["*.c_attn"]}}, "Conv1D"),
-    ],
+    ("family", "lora", "names"),
+    [("gemma", {"targets": ["lm_head"]}, "lm_head embedding"), ("gpt2", {}, "Conv1D")],
 )
 def test_lora_where_it_cannot_be_is_refused(
-    family: str, model: dict[str, Any], line: str, tmp_path: Path
+    family: str, lora: dict[str, Any], names: str, tmp_path: Path
 ) -> None:
-    recipe = recipe_of(folder_of(family, tmp_path, **WORDS), model=model)
-    with pytest.raises(BadInputError, match=line):
+    recipe = recipe_of(folder_of(family, tmp_path, **WORDS), model={"lora": {"rank": 2, **lora}})
+    with refused(names):
         check_request(recipe, make_task(recipe), 1)
-
-
-def test_every_linear_layer_has_a_word(tmp_path: Path) -> None:
-    folder = folder_of("llama", tmp_path, **WORDS)
-    recipes = [
-        recipe_of(folder, model={"lora": {"rank": 2, "targets": targets}}) for targets in ([], ["all-linear"])
-    ]
-    names = [sorted(by_name(build_alone(recipe, make_task(recipe)))) for recipe in recipes]
-    assert names[0] == names[1] and len(names[0]) == 2 * 2 * 7
 
 
 def learned_of(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -154,16 +140,18 @@ def learned_of(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "text", "lora"),
+    ("family", "text", "lora", "piece"),
     [
-        ("llama", "packed", {"rank": 2, "targets": ["all-linear"], "dropout": 0.2}),
-        ("qwen3", "padded", {"rank": 2, "modules_to_save": ["norm"]}),
-        ("gemma2", "packed", {"rank": 2, "targets": ["q_proj", "down_proj"]}),
+        ("llama", "packed", {"rank": 2, "targets": ["all-linear"], "dropout": 0.2}, WHOLE),
+        ("gemma2", "padded", {"rank": 2, "modules_to_save": ["norm"]}, PIECES),
     ],
+    ids=["llama", "gemma2"],
 )
-@pytest.mark.usefixtures("pieces")
-def test_what_is_held_in_bfloat16_changes_no_bit(family: str, text: str, lora: Any, tmp_path: Path) -> None:
+def test_what_is_held_in_bfloat16_changes_no_bit(
+    family: str, text: str, lora: Any, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of weights whose files are in bfloat16, which autocast would round to the same ones."""
+    monkeypatch.setattr(head_loss, "PIECE", piece)
     made(family, **WORDS).bfloat16().save_pretrained(tmp_path / "model")
     found, sizes = [], []
     for dtype in ("fp32", "bf16"):
@@ -184,7 +172,7 @@ def test_what_is_held_in_bfloat16_changes_no_bit(family: str, text: str, lora: A
     assert sizes[1] < (0.75 if family == "gemma2" else 0.55) * sizes[0]
 
 
-def test_a_run_with_a_base_in_bfloat16_is_resumed_and_measured(tmp_path: Path) -> None:
+def test_a_run_with_a_base_in_bfloat16_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path / "model", **WORDS)
     recipe = recipe_of(
         folder,
@@ -200,45 +188,13 @@ def test_a_run_with_a_base_in_bfloat16_is_resumed_and_measured(tmp_path: Path) -
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = attempt(whole, recipe)
     assert done.code == 0, done.said
-    assert named(done.said, "model.embed_tokens lm_head 0.3 bfloat16")
     assert attempt(parts, recipe, stop_after=3).code == 75
-    begun = attempt(tmp_path / "more", recipe, source=str(parts))
-    assert begun.code == 0, begun.said
     assert attempt(parts, recipe).code == 0
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
     base, ended = load_file(folder / "model.safetensors"), load_file(whole / "model.safetensors")
     assert ended["model.embed_tokens.weight"].dtype == ended["lm_head.weight"].dtype == torch.float32
     for name, tensor in base.items():
         assert torch.equal(tensor, ended[name]) == ("norm" in name), name
-
-
-@pytest.mark.parametrize(
-    ("sections", "names"),
-    [
-        ({"model": {"frozen_dtype": "bf16"}}, "model.frozen_dtype model.lora.rank model.freeze"),
-        ({"model": {"frozen_dtype": "bf16", "lora": {"rank": 2}}}, "model.frozen_dtype precision.mode"),
-        (
-            {
-                "model": {"frozen_dtype": "bf16", "lora": {"rank": 2}},
-                "precision": {"mode": "bf16", "keep_fp32": ["lm_head"]},
-            },
-            "model.frozen_dtype precision.keep_fp32",
-        ),
-        (
-            {
-                "model": {"frozen_dtype": "bf16", "lora": {"rank": 2}},
-                "precision": {"mode": "bf16"},
-                "parallel": {"strategy": "fsdp"},
-            },
-            "model.frozen_dtype parallel.strategy",
-        ),
-        ({"model": {"lora": {"modules_to_save": ["lm_head"]}}}, "model.lora.modules_to_save model.lora.rank"),
-    ],
-)
-def test_a_base_in_bfloat16_where_it_cannot_be(sections: dict[str, Any], names: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        make_recipe(task="language", data={"name": "synthetic"}, **sections)
-    assert named(str(caught.value), names)
 
 
 def rank_step(world: World, recipe: Recipe) -> list[torch.Tensor]:
@@ -272,19 +228,3 @@ def test_some_steps_of_lora_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     ours = [row["loss"] for row in rows if row["kind"] == "train"]
     assert ours == pytest.approx(list(plain_losses(recipe)), rel=1e-5)
     assert len(ours) == 4 and ours[3] < ours[0]
-
-
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    folder = folder_of("llama", tmp_path / "model", **WORDS)
-    short: dict[str, Any] = {
-        "log": {"every": 1, "to": ["jsonl"]},
-        "checkpoint": {"every": 2, "minutes": 0, "best": False},
-    }
-    recipe = recipe_of(folder, epochs=4, **short)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = attempt(whole, recipe)
-    assert done.code == 0, done.said
-    assert f"starts from hf/{folder} (21 tensors)" in done.said
-    assert attempt(parts, recipe, stop_after=3).code == 75
-    assert attempt(parts, recipe).code == 0
-    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()

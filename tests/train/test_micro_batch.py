@@ -3,42 +3,33 @@
 import json
 import os
 import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from hypothesis import given, strategies as st
 
-import trainer
 from tests.helpers import preloaded
 from tests.helpers.forked import small
-from tests.helpers.manifests import least_manifest
 from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import main
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import load_recipe, provisional
+from trainer.config.recipe_file import load_recipe
 from trainer.data.sampling.plan import Plan
-from trainer.distributed.parallel import World
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
-from trainer.train.components.run import build
-from trainer.train.components.task import make_task
 from trainer.train.start import job, micro_batch
 from trainer.train.start.micro_batch import (
     Interrupted,
     Trial,
     first_that_fits,
-    halved,
     judged,
     micro_batch_sizes,
     run_trial,
     trial_recipe,
 )
-from trainer.train.step import train_step
 
 GIB = 1 << 30
 SMALL = ("model.width=4", "data.limit=64", "parallel.threads=1", "max_steps=2", "device=cpu")
@@ -57,15 +48,6 @@ def test_sizes_keep_the_global_batch() -> None:
         sizes(7, data={"global_batch_size": 60})
 
 
-@given(st.integers(1, 1 << 24))
-def test_each_size_is_at_most_half_of_the_one_before(batch: int) -> None:
-    sizes = micro_batch_sizes(small(data={"global_batch_size": batch}), 1)
-    found = halved(sizes)
-    assert found[0] == batch and 1 <= len(found) <= 8 and {*found} <= {*sizes}
-    for before, size in pairwise(found):
-        assert size <= before // 2 and not [one for one in sizes if size < one <= before // 2]
-
-
 @given(st.integers(1, 96), st.sampled_from([1, 2, 3]), st.integers(1, 200))
 def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: int, samples: int) -> None:
     recipe = small(data={"global_batch_size": each * ranks})
@@ -77,29 +59,6 @@ def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: 
 
     first, *others = (steps(size) for size in micro_batch_sizes(recipe, ranks))
     assert all(other == first for other in others)
-
-
-def test_every_size_has_the_same_loss_curve() -> None:
-    def curve(size: int) -> list[float]:
-        recipe = small(
-            max_steps=4,
-            data={"global_batch_size": 16, "micro_batch_size": size},
-            model={"norm": "group"},
-            optim={"lr": 0.01},
-        )
-        run = build(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0)
-        batches = run.loader(run.share.batches())
-        losses = []
-        for step in range(4):
-            train_step(run, batches, step)
-            losses.append(float(run.state.loss))
-        return losses
-
-    sizes = micro_batch_sizes(small(data={"global_batch_size": 16}), 1)
-    curves = [curve(size) for size in sizes]
-    assert len(curves) == 5
-    for other in curves[1:]:
-        assert other == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_a_trial_has_the_steps_that_show_the_peak() -> None:
@@ -159,12 +118,6 @@ def attempt(folder: Path, recipe: Recipe, count: int = 1) -> dict[str, Any]:
     preloaded.call(attempted, *words, timeout=300, env=environment)
     assert not list((folder / "tmp").glob("trainer-trial-*"))
     return dict(json.loads((folder / "told").read_text()))
-
-
-@pytest.mark.parametrize(("count", "parallel"), [(1, {}), (2, {}), (2, {"strategy": "fsdp"})])
-def test_the_ranks_of_a_trial_train_and_end(count: int, parallel: dict[str, Any], tmp_path: Path) -> None:
-    recipe = small(parallel=parallel, data={"global_batch_size": 8, "micro_batch_size": 4})
-    assert attempt(tmp_path, recipe, count)["fits"]
 
 
 TASK = """
@@ -237,65 +190,8 @@ def test_where_nothing_fits_no_folder_is_left(tried: list[int], capsys: pytest.C
     assert len(tried) == 8
 
 
-def test_several_nodes_are_refused(tried: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost", "--out", "run"]
-    code = main(["train", "digits", *SMALL, AUTO, *words])
-    refusal(code, capsys.readouterr().err, AUTO, folder=Path("run"))
-    assert not tried
-
-
-@pytest.mark.parametrize(
-    ("own", "batch", "found"), [("", 64, 64), ("", 96, 48), ("micro_batch_size: 24", 96, 24)]
-)
-def test_on_a_cpu_it_is_the_recipes_own(
-    own: str, batch: int, found: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_cpu_it_is_the_recipes_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(f"epochs: 1\ndata: {{name: digits, global_batch_size: {batch}{', ' * bool(own)}{own}}}\n")
+    file.write_text("epochs: 1\ndata: {name: digits, global_batch_size: 96, micro_batch_size: 24}\n")
     assert main(["train", str(file), *SMALL, AUTO, "--out", str(tmp_path / "run")]) == 0
-    assert named(capfd.readouterr().out, f"{AUTO} {found}")
-    assert size_of(tmp_path / "run") == (found, found)
-
-
-def test_fit_takes_the_recipes_own(tmp_path: Path) -> None:
-    settings = dict(yaml.safe_load(f"{{{one.replace('=', ': ')}}}").popitem() for one in (*SMALL, AUTO))
-    trainer.fit("digits", settings, out=tmp_path / "run")
-    assert size_of(tmp_path / "run") == (64, 64)
-
-
-def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trainer.train.components.task import data_of
-    from trainer.train.start.job import request_of_rank
-
-    found = list[int]()
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-    recipe = load_recipe("digits", [*SMALL, "data.micro_batch_size=8"])
-    (tmp_path / "run").mkdir()
-    fingerprint = data_of(recipe, make_task(recipe))
-    manifest = least_manifest(config=recipe.model_dump(mode="json"), threads=1, fingerprint=fingerprint)
-    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
-    from trainer.cli import make_parser
-    from trainer.commands.train import options_of
-
-    for out in ("run", "other"):
-        options = make_parser().parse_args(["train", "digits", *SMALL, AUTO, "--out", str(tmp_path / out)])
-        asked = request_of_rank(options_of(options), *provisional("digits", [*SMALL, AUTO]))
-        found.append(asked.recipe.data.micro_batch_size)
-    assert found == [8, 64]
-
-
-def test_help_shows_auto_and_only_train_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "digits", AUTO, "--help-config"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "data.micro_batch_size " in line)
-    assert named(line, "int | auto", "digits: auto")
-    refusal(main(["check", "digits", AUTO]), capsys.readouterr().err, "data.micro_batch_size")
-
-
-@pytest.mark.parametrize("words", [["tune", "digits"], ["train", "digits", "--tuned", "tuned.yaml"]])
-def test_what_went_names_what_replaces_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    refusal(int(str(ended.value)), capsys.readouterr().err, AUTO)
+    assert size_of(tmp_path / "run") == (24, 24)

@@ -1,37 +1,31 @@
 """Promise: whatever observes a training changes no bit of it, and none of a model's own compiled code."""
 
 import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist, nn
+from torch import nn
 
-from tests.helpers.own_compiled import CompiledTask
 from tests.helpers.steps import assert_same_bits
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
-from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
-from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums, fingerprints_of
-from trainer.observe.flops import Count
 from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.profile import Profile, ProfileKind
 from trainer.train import loop
-from trainer.train.components.operations import blank_batch, count_operations
 from trainer.train.components.task import make_task
 from trainer.train.loop import train
 from trainer.train.outputs import metric_sources
 from trainer.train.state import tensors_of
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, CPU, None)
 
 _FEW = ["data.name=synthetic", "data.samples=8", "data.global_batch_size=2", "data.micro_batch_size=1"]
 _LESS = ["language.layers=1", "language.width=48", "language.heads=3", "language.sequence_length=32"]
@@ -108,61 +102,60 @@ def test_no_observer_changes_a_bit(name: str, kind: ProfileKind, tmp_path: Path)
     assert count is not None and count.per_sample > 0
 
 
+class Compiled(nn.Module):
+    """Compiles a part of itself at its first use."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.backend = backend
+        self.inner = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.later: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.later is None:
+            self.later = torch.compile(self.inner.forward, backend=self.backend)
+        y: torch.Tensor = self.later(x)
+        return y
+
+
+class CompiledTask(TokenTask):
+    """Counts how often what it compiled runs, and keeps something of each loss."""
+
+    def __init__(self) -> None:
+        super().__init__(16, ragged=False, dtype=torch.float32)
+        self.compiled, self.runs, self.asked = 0, 0, 0
+        self.mean: Any = 0.0
+
+    def backend(self, graph: Any, _: Any) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*values: Any) -> Any:
+            self.runs += 1
+            return graph(*values)
+
+        return run
+
+    def model(self) -> nn.Module:
+        return Compiled(self.backend)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        self.asked += 1
+        return loss
+
+
 @pytest.mark.compat
-@pytest.mark.parametrize("way", ["module", "method", "at first use"])
-def test_a_models_own_compiled_code_runs_as_often(way: str, tmp_path: Path) -> None:
+def test_a_models_own_compiled_code_runs_as_often(tmp_path: Path) -> None:
     recipe = make_recipe(epochs=1, data={"global_batch_size": 8, "micro_batch_size": 4, "workers": 0})
     seen: list[Any] = []
     kinds: tuple[ProfileKind | None, ...] = (None, "torch")
     for kind in kinds:
         torch._dynamo.reset()
-        task = CompiledTask(way)
+        task = CompiledTask()
         state, _ = trained(recipe, task, tmp_path, kind)
         seen.append((state, (task.compiled, task.runs, task.asked, task.mean)))
     (bare, counts), (observed, counts_too) = seen
     assert counts == counts_too
     assert counts[:3] == (1, 4, 4)
     assert_same_bits(bare, observed)
-
-
-@pytest.mark.compat
-def test_torch_compile_that_is_called_first_while_counting_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch imports its compiler only then."""
-    torch._dynamo.reset()
-    task = CompiledTask("at first use")
-    monkeypatch.setattr("trainer.models.compiling.sys", SimpleNamespace(modules={}))
-    assert count_operations(task, nn.Linear(1, 1), 4, CPU).per_sample > 0
-    assert torch.compile.__module__ == "torch"
-    model = task.model()
-    for _ in range(3):
-        task.loss(model, blank_batch(task, 4, CPU))
-    assert (task.compiled, task.runs) == (1, 3)
-
-
-def test_a_task_that_gives_its_one_model_again_is_not_counted() -> None:
-    task = TokenTask(16, ragged=False, dtype=torch.float32)
-    only = task.model()
-    task.model = lambda: only  # type: ignore[method-assign]
-    assert count_operations(task, only, 4, CPU) == Count()
-    assert all(parameter.grad is None for parameter in only.parameters())
-
-
-class Talks(TokenTask):
-    """Its loss asks the other ranks."""
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        loss = super().loss(model, batch)
-        dist.all_reduce(loss.detach().clone())
-        return loss
-
-
-def test_a_loss_that_communicates_is_not_counted(ranks: Ranks) -> None:
-    """Rank 0 alone counts: nobody would answer."""
-    assert ranks.run(2, _counted) == [Count(), None]
-
-
-def _counted(world: World) -> Count | None:
-    task = Talks(16, ragged=False, dtype=torch.float32)
-    return count_operations(task, task.model(), 4, CPU) if world.rank == 0 else None

@@ -19,7 +19,6 @@ from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
 from trainer.data.sources import load_images
-from trainer.models.compiling import missing_for_compiling
 from trainer.rng import permuted
 from trainer.tasks.classification import Classification
 from trainer.train.components import model as prepare
@@ -239,13 +238,3 @@ def test_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "missing_for_compiling", lambda _: None)
     compare("digits", "fp32", COMPILED, FEWER)
     assert set(handed) == {"default"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    missing_for_compiling(torch.device("cpu")) is not None,
-    reason="torch.compile needs a compiler and Python.h",
-)
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_really_compiled_too(mode: str) -> None:
-    compare("digits", mode, COMPILED, STEPS)

@@ -8,19 +8,14 @@ from hypothesis import example, given, settings
 from torch import distributed as dist, nn
 
 from tests.helpers.digits_steps import DIGITS
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import refused
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_accumulation import Case, cases, expected_gradient, expected_steps, initial_model
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
-from trainer.distributed import sharding
 from trainer.distributed.parallel import World
 from trainer.distributed.sharding import check_sharding, weights
-from trainer.errors import BadInputError
-from trainer.models.compiling import missing_for_compiling
-from trainer.observe.flops import Count
-from trainer.train.components.memory import describe_model, memory_to_come, top_parts
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate, shown_to_hooks
@@ -115,17 +110,14 @@ def test_every_step_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
         assert_concatenated(ranks, case, FSDP, "plain")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
+@pytest.mark.parametrize(("world", "gradient_accumulation_steps"), [(2, 3), (4, 1)])
 def test_tied_and_frozen_parameters(ranks: Ranks, world: int, gradient_accumulation_steps: int) -> None:
     case = Case(24, 2, gradient_accumulation_steps, world, "cross", 1, True, True)
     assert_concatenated(ranks, case, FSDP, "tied")
 
 
-@pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
-def test_groups_of_ranks_share_a_model_each(ranks: Ranks, gradient_accumulation_steps: int) -> None:
-    case = Case(24, 2, gradient_accumulation_steps, 4, "cross", 1, True, True)
-    assert_concatenated(ranks, case, HSDP, "tied")
+def test_groups_of_ranks_share_a_model_each(ranks: Ranks) -> None:
+    assert_concatenated(ranks, Case(24, 2, 3, 4, "cross", 1, True, True), HSDP, "tied")
 
 
 def test_the_gradient_norm_is_that_of_all_rows(ranks: Ranks) -> None:
@@ -171,12 +163,6 @@ def test_each_rank_keeps_its_rows_and_sends_each_block_once(ranks: Ranks) -> Non
     assert all(own < 0.6 * whole for own, whole, _ in answers)
     # Three blocks and the rest, in the second of two micro-batches alone.
     assert [len(sent) for _, _, sent in answers] == [4, 4]
-
-
-@pytest.mark.parametrize("parallel", [FSDP, HSDP], ids=["fsdp", "hsdp"])
-def test_a_model_of_few_rows_leaves_some_ranks_none(ranks: Ranks, parallel: dict[str, Any]) -> None:
-    answers = ranks.run(4, held, parallel)
-    assert sum(own for own, _, _ in answers[: 4 if parallel is FSDP else 2]) == answers[0][1]
 
 
 def time_limits(world: World) -> list[float]:
@@ -243,13 +229,11 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
             "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 2.0, "decay_1d": True, "no_decay": ["stem"]},
             "anomaly": {"nonfinite": "skip"},
         },
-        {"precision": {"mode": "bf16"}},
-        {"precision": {"mode": "bf16"}, "model": {"width": 8, "norm": "group"}},
         {"precision": {"mode": "bf16"}, **GPT, "optim": {"schedule": "constant"}},
         {"precision": {"mode": "fp16", "initial_scale": 2.0**30}},
         {"model": {"width": 8, "dropout": 0.2, "norm": "group"}, "memory": {"checkpointing": "blocks"}},
     ],
-    ids=["adamw", "sgd", "bf16", "bf16 with GroupNorm", "gathered in bf16", "fp16", "checkpointed"],
+    ids=["adamw", "sgd", "gathered in bf16", "fp16", "checkpointed"],
 )
 def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> None:
     values = {**DIGITS, **sections}
@@ -267,44 +251,6 @@ def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> No
             assert sharded["state"][kind][name].shape == tensor.shape
             assert sharded["state"][kind][name].dtype == tensor.dtype
     assert int(sharded["state"]["optimizer"]["updates"]) == int(whole["state"]["optimizer"]["updates"])
-
-
-@pytest.mark.slow
-def test_blocks_may_be_compiled(ranks: Ranks) -> None:
-    if missing := missing_for_compiling(torch.device("cpu")):
-        pytest.skip(missing)
-    values = {**DIGITS, "memory": {"checkpointing": "blocks"}}
-    eager = ranks.run(2, trained, values, FSDP)[0]
-    compiled = ranks.run(2, trained, {**values, "compile": {"mode": "default", "scope": "blocks"}}, FSDP)[0]
-    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-3)
-
-
-def told_memory(world: World, micro_batch_size: int) -> tuple[int, dict[str, int], int, int, int]:
-    """Bytes in the table of the model, those to come, the model's, this rank's, and those of a block."""
-    recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": micro_batch_size},
-        parallel={"threads": 1, **FSDP},
-        memory={"checkpointing": "blocks"},
-    )
-    task = TokenTask(16, dtype=torch.float32, blocks=4)
-    run = build(recipe, task, world, workers=0)
-    model = run.state.model
-    table = describe_model(recipe, model, top_parts(model), Count())["total"]["bytes"]
-    whole = sum(one.nbytes for one in model.parameters())
-    own = sum(one.nbytes for one in weights(model).values())
-    block = sum(one.nbytes for one in model[2][0].parameters())  # type: ignore[index]
-    return table, memory_to_come(recipe, task, model, world), whole, own, block
-
-
-@pytest.mark.parametrize("micro_batch_size", [4, 2], ids=["at once", "accumulated"])
-def test_memory_is_told_of_a_ranks_part(ranks: Ranks, micro_batch_size: int) -> None:
-    for table, coming, whole, own, block in ranks.run(2, told_memory, micro_batch_size):
-        assert table == 4 * own  # weights, gradients, two moments
-        gathered = whole - 4 * block + 2 * block
-        rest = whole - 4 * block
-        gradients = 2 * block + (whole - -(-whole // 2) if micro_batch_size == 2 else rest)
-        assert coming["gradients and optimizer state"] == 3 * own
-        assert coming["gathered parameters and gradients"] == gathered + gradients
 
 
 def overflowing(world: World) -> tuple[float, bool]:
@@ -335,30 +281,6 @@ def test_an_overflow_in_one_ranks_rows_skips_the_update_of_all(ranks: Ranks) -> 
     assert ranks.run(2, overflowing) == [(0.0, False), (0.0, False)]
 
 
-class Unused(TokenTask):
-    """A model with a parameter that has no part in the loss."""
-
-    def model(self) -> nn.Module:
-        model: Any = super().model()
-        model.register_module("left_over", nn.Identity())
-        model[0].register_parameter("left_over", nn.Parameter(torch.zeros(4, dtype=self.dtype)))
-        return model  # type: ignore[no-any-return]
-
-
-def left_over(world: World) -> str:
-    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, parallel=FSDP)
-    run = build(recipe, Unused(16), world, workers=0)
-    with pytest.raises(BadInputError) as raised:
-        train_step(run, run.loader(run.share.batches()), 0)
-    return str(raised.value)
-
-
-def test_a_parameter_that_is_left_out_is_named(ranks: Ranks) -> None:
-    for rank, line in enumerate(ranks.run(2, left_over)):
-        assert named(line, f"{rank}")
-        assert "0.left_over" in line and "parallel.find_unused_parameters" in line
-
-
 def with_other_weights(world: World) -> list[torch.Tensor]:
     """The model's tensors where each rank drew others."""
 
@@ -385,21 +307,16 @@ def test_all_ranks_begin_with_the_first_ones_weights(ranks: Ranks) -> None:
     ("sections", "line"),
     [
         ({"parallel": {"strategy": "hsdp"}}, "parallel.strategy=hsdp parallel.shard"),
-        ({"parallel": {"strategy": "fsdp", "shard": 2}}, "parallel.shard parallel.strategy=hsdp"),
         ({"parallel": {**FSDP, "reduction": "tree"}}, "parallel.reduction=tree"),
         ({"parallel": {**FSDP, "compress": "bf16"}}, "parallel.compress DDP"),
-        ({"parallel": {**FSDP, "find_unused_parameters": True}}, "parameters"),
-        ({"parallel": {**FSDP, "bucket_mb": 50}}, "parallel.bucket_mb DDP"),
         ({"parallel": FSDP, "optim": {"name": "muon"}}, "optim.name=muon"),
         ({"parallel": FSDP, "model": {"channels_last": True}}, "model.channels_last"),
         ({"parallel": FSDP, "compile": {"mode": "default", "scope": "model"}}, "compile.scope=blocks"),
-        ({"parallel": FSDP, "precision": {"debug": True}}, "precision.debug"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(sections: dict[str, Any], line: str) -> None:
-    with pytest.raises(BadInputError) as raised:
+    with refused(line):
         validated(Recipe, {"epochs": 1, **sections}, "a recipe")
-    assert named(str(raised.value), line) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -423,12 +340,5 @@ def test_parameters_that_have_no_rows_or_several_types_are_refused() -> None:
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     with refused("scale"):
         check_sharding(config, model, 2)
-    with pytest.raises(BadInputError, match="has float32 and float64"):
+    with refused("float32 float64"):
         check_sharding(config, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), 2)
-
-
-def test_an_older_torch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "_is_known_to_torch", lambda: False)
-    with refused("parallel.strategy=fsdp 2.9"):
-        check_sharding(make_recipe(parallel=FSDP).parallel, nn.Linear(2, 2), 2)
-    check_sharding(make_recipe().parallel, nn.Linear(2, 2), 2)

@@ -1,8 +1,6 @@
 """Promise, without a GPU: what would stop the host there, be refused by NCCL or pile up shows on the CPU."""
 
 import os
-import subprocess
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import named
 from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe
@@ -163,15 +161,6 @@ def test_nothing_is_measured_on_the_host_for_a_gpu_nor_together(
     task.loss(make(), next(iter(build_alone(recipe, task).loader(range(1)))))  # keeps no shapes of tensors
 
 
-def test_shapes_alone_say_what_a_measurement_does() -> None:
-    settings = ["memory.checkpointing=blocks", "precision.mode=bf16", "parallel.strategy=fsdp"]
-    recipe, group, told = load_recipe("digits", settings, None), object(), []
-    for world in (World(0, 1, 0, torch.device("cpu"), None), World(0, 2, 0, GPU, group, None, 2)):  # type: ignore[arg-type]
-        notes = prepare_model(recipe, make_task(recipe), world).notes
-        told += [note.split(", for about")[0] for note in notes if note.startswith("activation")]
-    assert told[0] == told[1]
-
-
 class Stream:
     made = 0
 
@@ -223,23 +212,6 @@ def test_attention_does_without_cudnns_kernels_whose_gradients_may_be_nan() -> N
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.usefixtures("_switches")
-def test_a_process_that_used_cublas_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, value = CUBLAS_WORKSPACE
-    monkeypatch.delenv(name, raising=False)
-    with mock.patch.object(torch, "ones", return_value=torch.zeros(1, 1)):
-        with mock.patch.object(torch, "mm", side_effect=RuntimeError(f"… set {name}={value} or :16:8")):
-            with refused(f"{name}={value}"):
-                build.set_determinism(deterministic(True), GPU)
-            build.set_determinism(deterministic(False), GPU)
-            build.set_determinism(deterministic(True), torch.device("cpu"))
-        failing = mock.patch.object(torch, "mm", side_effect=RuntimeError("out of memory"))
-        with failing, pytest.raises(RuntimeError, match="out of memory"):
-            build.set_determinism(deterministic(True), GPU)
-        build.set_determinism(deterministic(True), GPU)
-    assert os.environ[name] == value
-
-
 @pytest.fixture
 def _switches() -> Iterator[None]:
     before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -264,26 +236,3 @@ def test_the_same_bits_are_told_only_where_kernels_repeat_theirs(
     stored.status, stored.extended = "stopped", False
     notes = resume_notes(stored, [], 3, World(0, 1, 0, torch.device(device), None), 9)
     assert named(notes[-1], told)
-
-
-def test_only_the_tests_of_gpus_see_one() -> None:
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    start = Path(__file__).parents[1].joinpath("conftest.py").read_text().split("import pytest\n")[0]
-    program = (
-        start + "\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"
-    )
-    for words, seen in (
-        (["tests/gpu/test_training.py::test_x", "-q"], "7 :4096:8"),
-        (["-m", "gpu"], "7 :4096:8"),
-        (["tests/train", "-k", "gpus"], " None"),
-        ([], " None"),
-    ):
-        ours = {k: v for k, v in os.environ.items() if k not in ("PYTEST_XDIST_WORKER", CUBLAS_WORKSPACE[0])}
-        said = subprocess.run(
-            [sys.executable, "-c", program, *words],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**ours, "CUDA_VISIBLE_DEVICES": "7"},
-        )
-        assert said.stdout.rstrip("\n") == seen
