@@ -25,6 +25,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return Workplace(tmp_path_factory.mktemp("place"))
 
 
+@pytest.mark.slow  # `.ci/run` plays recorded ones
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_recipe_is_played(seed: int, place: Workplace) -> None:
     case = draw(seed)

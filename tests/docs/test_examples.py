@@ -57,6 +57,7 @@ def run_all(example: str, folder: Path) -> str:
     return said
 
 
+@pytest.mark.slow  # 14 processes; `.ci/run` runs it
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks run in order in an empty folder, and what writes again in the same one."""
     text = (FOLDER.parent / "docs" / "tutorial.md").read_text()
