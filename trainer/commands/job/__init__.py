@@ -33,8 +33,12 @@ def add_parser(commands: Any) -> None:
     add("--nodes", metavar="N|MIN-MAX", help="(default: 1); a range: Slurm only")
     add("--gpus-per-node", metavar="[TYPE:]N", help="a rank each (default: 0, on CPUs)")
     add("--nproc-per-node", type=int, metavar="N", help="ranks of a node without GPUs (default: 1)")
-    add("--cpus-per-task", type=int, metavar="N", help="cores of a node (default: 4)")
-    add("--mem", metavar="SIZE|none", help="of a node, as 64G (default: 16G); none: the place's default")
+    add("--cpus-per-task", type=int, metavar="N", help="cores of a node (default: 4 for each GPU)")
+    add(
+        "--mem",
+        metavar="SIZE|none",
+        help="of a node, as 64G (default: 16G for each GPU); none: the place's default",
+    )
     add("--shm-size", metavar="SIZE", help="of /dev/shm in a container, part of the memory (default: 2G)")
     add("--time", metavar="TIME", help="of one attempt: minutes, HH:MM, HH:MM:SS, D-HH:MM (default: 1-00:00)")
     add("--grace", type=int, metavar="S", help="for the checkpoint after a signal (default: 90)")

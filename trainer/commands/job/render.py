@@ -29,8 +29,6 @@ _DEFAULTS: dict[str, Any] = {
     "nodes": "1",
     "gpus_per_node": "0",
     "nproc_per_node": 1,
-    "cpus_per_task": 4,
-    "mem": "16G",
     "shm_size": "2G",
     "time": "1-00:00",
     "grace": 90,
@@ -40,6 +38,7 @@ _DEFAULTS: dict[str, Any] = {
     "env_from": [],
     "master_port": 29500,
 }
+_CPUS, _GB = 4, 16  # for each GPU of a node; for a node without any
 # Options that make other values than one of their own name; every template has the command.
 _VALUES_OF = {
     "gpus_per_node": {"gpus"},
@@ -158,6 +157,7 @@ def job_values(place: str, given: dict[str, Any]) -> dict[str, Any]:
     recipe, settings, image = options["recipe"], options["settings"], options.get("image")
     lowest, highest = _nodes(place, options["nodes"])
     gpus, gpu_type = _gpus(options["gpus_per_node"])
+    options = {"cpus_per_task": _CPUS * max(1, gpus), "mem": f"{_GB * max(1, gpus)}G", **options}
     ranks = gpus or options["nproc_per_node"]
     for option, clash, why in (
         ("nproc_per_node", gpus, "with GPUs there is a rank for each"),
