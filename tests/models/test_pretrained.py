@@ -154,8 +154,9 @@ def test_a_branch_is_fetched_once_for_all_ranks_and_its_commit_is_kept(tmp_path:
     assert facts["pretrained"] == {"source": SOURCE, "revision": OLD, "sha256": sha256}
     assert facts["fingerprint"]["initial weights"] == sha256
     assert facts["config"]["model"]["pretrained"] == f"hub:org/name@{OLD}"
-    # The branch moves on: the run doesn't; a new one does.
+    # The branch moves on: the run doesn't, even where it begins anew; a new one does.
     hub.files["org/name", NEW], hub.commits["main"] = weights(tmp_path, 6), NEW
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert trained(tmp_path, hub.url, *two, "--out", "run").returncode == 0
     assert manifest(tmp_path / "run")["pretrained"]["revision"] == OLD
     assert trained(tmp_path, hub.url, "--out", "other").returncode == 0
