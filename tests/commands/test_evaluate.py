@@ -24,7 +24,6 @@ from trainer.cli import main
 from trainer.commands.evaluate.details import OfClasses
 from trainer.commands.evaluate.evaluate import per_class
 from trainer.data.batch import Batch
-from trainer.tasks.average_precision import average_precision, coco_figures
 from trainer.tasks.sums import classified
 from trainer.train.model_of_run import open_run
 
@@ -136,35 +135,6 @@ def test_many_classes_need_no_matrix_of_all() -> None:
     task.summarize({**rows, "sure": torch.tensor([0.9, 0.8, 0.7])})
     assert task.details["confusion"] == [[7, 7, 1], [7, 9, 1], [199_999, 0, 1]]
     assert per_class(task.details["confusion"], task.classes)[7]["confused_with"] == "9"
-
-
-def found_and_there(seed: int) -> dict[str, Any]:
-    """Rows of six images with five boxes each, found nearly where they are."""
-    random = np.random.default_rng(seed)
-    corner = random.uniform(0, 80, (6, 5, 2))
-    boxes = np.concatenate([corner, corner + random.uniform(5, 120, (6, 5, 2))], 2)
-    return {
-        "boxes": boxes + random.normal(0, 2, boxes.shape),
-        "scores": random.uniform(0.1, 1, (6, 5)),
-        "labels": random.integers(0, 2, (6, 5)),
-        "true_boxes": boxes,
-        "true_labels": random.integers(0, 2, (6, 5)),
-        "true_crowd": np.zeros((6, 5), np.int64),
-        "true_area": (boxes[..., 2:] - boxes[..., :2]).prod(-1),
-        "pixel": np.ones((6, 1)),
-        "true_count": np.full(6, 5),
-    }
-
-
-def test_cocos_twelve_agree_with_the_metric_of_training() -> None:
-    rows = found_and_there(1)
-    ours, coco = average_precision(rows, 2), coco_figures(rows, 2)
-    assert len(coco) == 12
-    assert coco["AP"] == pytest.approx(ours["map"], abs=1e-12)
-    assert coco["AP50"] == pytest.approx(ours["map_50"], abs=1e-12)
-    assert coco["AR1"] <= coco["AR10"] <= coco["AR100"]  # type: ignore[operator]
-    few = {**rows, "true_area": np.full((6, 5), 100.0)}
-    assert coco_figures(few, 2)["APlarge"] is None
 
 
 def test_answers_are_ranked_once_and_one_that_is_no_number_is_never_right() -> None:

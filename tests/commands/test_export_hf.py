@@ -1,10 +1,7 @@
 """Promise: what was trained from hf/… becomes a folder that transformers or peft loads and computes alike."""
 
 import json
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +16,13 @@ from tests.helpers.toys import make_recipe
 from tests.train.test_hf import WORDS, recipe_of
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.cli import main
-from trainer.commands.export import check, hf, reload
+from trainer.commands.export import hf
 from trainer.commands.verify.recorded import read_recorded
 from trainer.commands.verify.replay import replay_config
 from trainer.data.formats.chat import open_tokenizer
 from trainer.models.hf import hf_model
 
-pytestmark = NEEDS
+pytestmark = [NEEDS, pytest.mark.usefixtures("here")]
 SAVED = {"lora": {"rank": 2, "alpha": 8.0, "modules_to_save": ["embed_tokens"]}}
 
 
@@ -38,20 +35,6 @@ def trained(folder: Path, family: str, text: str = "packed", wild: float = 0.0, 
     done = attempt(folder / "run", recipe_of(base, text, model=model, **short))
     assert done.code == 0, done.said
     return folder / "run"
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads exports in this process, which has imported the library: a fresh one takes seconds for that."""
-
-    def run(words: Sequence[str], **_: Any) -> "subprocess.CompletedProcess[str]":
-        return subprocess.CompletedProcess(words, reload.main(words[3:]), "", "")
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name, value in reload.ONLY_WEIGHTS.items():
-        monkeypatch.setenv(name, value)
-    kept = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(check, "subprocess", SimpleNamespace(run=run, **kept))
 
 
 @pytest.mark.parametrize(

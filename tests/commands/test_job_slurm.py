@@ -78,12 +78,6 @@ def test_a_cancelled_job_stays_away_and_another_job_counts_its_own_hangs(tmp_pat
     assert attempts(text, tmp_path, 75, 76) == [True, True]
 
 
-def test_hangs_that_cannot_be_counted_are_not_repeated(tmp_path: Path) -> None:
-    text = printed("slurm", "--out", str(tmp_path / "runs/x"))
-    (tmp_path / "runs/x.hangs").mkdir(parents=True)
-    assert attempts(text, tmp_path, 76) == [False]
-
-
 LEFT = {
     **{"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_GPUS_PER_TASK": "1", "SLURM_MEM_PER_CPU": "100"},
     **{"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "SLURM_TRES_PER_TASK": "cpu:1"},

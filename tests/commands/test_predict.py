@@ -1,7 +1,6 @@
 """Promise: one command says what a model makes of files, and names those that it can't read."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from PIL import Image
 from tests.helpers.refusals import named
 from trainer.cli import main
 from trainer.commands.predict import predict as module
-from trainer.commands.predict.boxes import _picture_name
 from trainer.commands.predict.images import as_evaluated
 from trainer.data.formats.records import LABEL
 from trainer.data.sources import IMAGE
@@ -36,14 +34,6 @@ def save(pixels: Any, file: Path, factor: int = 10) -> Path:
     """One pixel becomes factor x factor."""
     Image.fromarray(np.kron(pixels[:, :, 0], np.ones((factor, factor), np.uint8))).save(file)
     return file
-
-
-@pytest.mark.parametrize("stem", ["ä" * 125, "\udcff" * 250])
-def test_a_picture_has_a_name_that_is_short_enough(stem: str) -> None:
-    name = _picture_name(1, f"there/{stem}.jpg")
-    assert len(os.fsencode(name)) <= 255 - 22  # of the name by which it is written
-    assert name.startswith("001-") and name.endswith(".png")
-    assert _picture_name(2, "there/b.jpg") == "002-b.png"
 
 
 def test_known_digits_are_named(

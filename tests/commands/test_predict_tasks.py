@@ -204,8 +204,7 @@ def test_boxes_are_told_in_the_files_pixels_and_drawn(
     assert shown.err.count("no.png") == 1
     orange = np.argwhere((np.asarray(Image.open(out / "000-wide.png")) == (230, 80, 0)).all(-1))
     # 32 pixels are drawn as 256.
-    assert np.abs(orange.min(0) - (64, 32)).max() <= 1
-    assert np.abs(orange.max(0) - (96, 128)).max() <= 1
+    assert np.abs([*orange.min(0) - (64, 32), *orange.max(0) - (96, 128)]).max() <= 1
     assert main(["predict", str(squares), "--samples", "3", "--score", "0.25", "--out", str(out)]) == 0
     assert capsys.readouterr().out.count("1 of ") == 2
     assert len(list(out.iterdir())) == 3

@@ -106,13 +106,6 @@ def test_one_that_goes_on_and_one_that_was_killed(runs: Path, capsys: pytest.Cap
     assert ["going", "digits", "running", "50"] in [line.split()[:4] for line in listed(capsys)[0]]
 
 
-def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert len(listed(capsys)[0]) == 1
-    assert main(["runs", "gone"]) == 2
-    assert named(capsys.readouterr().err, "folder")
-
-
 @pytest.mark.parametrize("sign", ["\n9 fake", "\u202e", "\x1b]0;title\x07"])
 def test_names_that_steer_a_terminal_are_shown_on_their_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sign: str

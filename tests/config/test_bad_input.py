@@ -233,10 +233,11 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
     lines = [ast.literal_eval(line) for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == list(said)
     for (words, code, modules, slow, out, err), (wanted, text) in zip(lines, said.values(), strict=True):
-        assert not slow and wanted in (None, code), (words, err)
+        assert "torch" not in slow, words
+        assert wanted is None or (code, slow) == (wanted, []), (words, err)
         assert text in (err if code == 2 else out), words
         # argparse alone, or with pydantic and yaml: some 120 and 310 on Python 3.11.
-        assert modules < (200 if words.startswith("-") or words == "train --help" else 450), words
+        assert modules < (200 if words.startswith("-") or words == "train --help" else 450) or slow, words
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so asking for one is right")

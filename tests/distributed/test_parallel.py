@@ -1,15 +1,12 @@
 """Promise: DDP's settings change how gradients are sent, not their values; BatchNorm can span ranks."""
 
 import copy
-import os
-import sys
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import distributed as dist, nn
+from torch import nn
 
-from tests.helpers import preloaded
 from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.refusals import refused
 from tests.helpers.world import Ranks
@@ -185,26 +182,6 @@ def test_a_copy_uses_its_own_weights(ranks: Ranks) -> None:
     assert ranks.run(2, copied) == [True, True]
 
 
-LEAVING = """
-import sys
-import torch
-from torch import distributed as dist
-from trainer.distributed import parallel
-from trainer.launch import worker
-
-def together(store):
-    with parallel.joined_world("cpu", 60, store) as world:
-        dist.all_reduce(torch.ones(1))
-        dist.all_reduce(torch.ones(1), group=world.control)
-
-port = int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, is_master=False)
-for attempt in range(50):
-    together(dist.PrefixStore(str(attempt), store))
-    worker._held.clear()  # what the end of the process does
-"""
-
-
 @pytest.mark.parametrize("port", ["x", "29500000"])
 def test_ranks_that_have_no_place_to_meet_are_one_line(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": port}
@@ -212,22 +189,3 @@ def test_ranks_that_have_no_place_to_meet_are_one_line(port: str, monkeypatch: p
         monkeypatch.setenv(name, value)
     with refused("MASTER_ADDR a MASTER_PORT", port), parallel.joined_world("cpu", 60):
         pass
-
-
-def test_leaving_the_others_never_hangs() -> None:
-    """torch 2.5 did after a few dozen times, with Python's lock held: once would show nothing."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", **there}
-    ranks = [
-        preloaded.Popen(
-            [sys.executable, "-c", LEAVING, rank, str(store.port)], env={**environment, "RANK": rank}
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()

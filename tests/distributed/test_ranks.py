@@ -146,14 +146,6 @@ def test_the_number_of_workers_changes_no_bit_of_the_training() -> None:
         assert all(torch.equal(tensor, results[0][2][name]) for name, tensor in weights.items())
 
 
-def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
-    world = World(0, 1, 0, torch.device("cpu"), None)
-    dropout = DIGITS | {"model": {"width": 8, "dropout": 0.5}}
-    first, again = train_digits(world, dropout, 0), train_digits(world, dropout, 0)
-    assert first[0] == again[0]
-    assert train_digits(world, dropout | {"seed": 1}, 0)[0] != first[0]
-
-
 def dropout_patterns(world: World) -> list[float]:
     """Losses of a model that is all dropout: they tell the random numbers of each micro-batch."""
     values = DIGITS | {"model": {"width": 8, "dropout": 0.9}, "optim": {"lr": 1e-12}}
