@@ -55,8 +55,8 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], 
 def test_the_newest_is_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heading, *lines = listed(capsys)[0]
     assert len(lines) == 2
-    assert named(lines[0], "new mine finished 12 12 0.625 error 3 d")
-    assert named(lines[1], "old digits finished 12 12 0.75 accuracy 9 d")
+    assert named(lines[0], "new mine finished 12", "0.625 error 3 d")
+    assert named(lines[1], "old digits finished 12", "0.75 accuracy 9 d")
     assert listed(capsys, str(runs))[0] == [heading, *lines]
     one = listed(capsys, "runs/old")[0]
     assert one == listed(capsys, "old")[0] and named(one[1], "old digits") and "new" not in "".join(one)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,12 @@ class CommandLine:
             return Ending(code, self._said.read(), time.monotonic() - self._began)
 
 
+def job(size: int, where: Hang, keys: dict[str, Any]) -> Job:
+    return Job(size, recipe_of(HANG_S, **keys), hang(where))
+
+
 JOBS: dict[str, Callable[[], Job | CommandLine]] = {
-    name: lambda size=size, where=where, keys=keys: Job(size, recipe_of(HANG_S, **keys), hang(where))
-    for name, (size, where, keys) in HANGS.items()
+    name: partial(job, size, where, keys) for name, (size, where, keys) in HANGS.items()
 }
 
 
@@ -192,10 +196,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> 
     return 0
 
 
+nothing: Callable[[], object] = int
+
+
 def test_a_rank_without_progress_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first look it notes where the rank is; four more are the time without progress."""
-    assert watched(monkeypatch, *[int] * 4) == 0
-    assert watched(monkeypatch, *[int] * 9) == 5
+    assert watched(monkeypatch, *[nothing] * 4) == 0
+    assert watched(monkeypatch, *[nothing] * 9) == 5
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ def test_slow_progress_is_no_hang(
     monkeypatch: pytest.MonkeyPatch, phase: phases.Phase, progress: Callable[[], None]
 ) -> None:
     """Each phase, and while a checkpoint is written each piece of it."""
-    now_and_then = [*[int] * 3, progress] * 5
+    now_and_then = [*[nothing] * 3, progress] * 5
     assert watched(monkeypatch, lambda: phases.enter_phase(phase), *now_and_then) == 0
     if phase == "checkpoint":  # a writer in the background excuses nobody else
         assert watched(monkeypatch, lambda: phases.enter_phase("forward"), *now_and_then) > 0
