@@ -12,6 +12,7 @@ from torch import nn
 
 import trainer
 from tests.helpers import preloaded
+from tests.helpers.refusals import named
 from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.commands.check import training
@@ -19,7 +20,6 @@ from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
 from trainer.commands.check.formulas import evaluations
 from trainer.commands.check.order import odd_order
-from trainer.commands.check.variants import NAMES
 from trainer.config.training import EvaluationConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
@@ -50,32 +50,20 @@ def test_a_fault_is_named_by_tensor_and_step_and_code_is_1(
 
     monkeypatch.setattr(step_module, "_update", wrong)
     assert main(["check", str(EXAMPLE), "--only", "plain"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "plain differs" in said and "model/0.weight after step 3" in said
+    assert named(capsys.readouterr().out, "plain differs model/0.weight step 3")
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optim.name": "sgd", "optim.schedule": "constant", "optim.momentum": 0},
-        {
-            "optim.name": "sgd",
-            "optim.schedule": "step",
-            "optim.milestones": [0.4, 1],
-            "optim.warmup_steps": 1,
-        },
+        {"optim.schedule": "step", "optim.milestones": [0.4, 1], "optim.warmup_steps": 1},
         {"optim.name": "muon", "optim.schedule": "wsd", "optim.decay": 0.5, "optim.final_lr": 0.1},
         {"optim.schedule": "one-cycle", "optim.warmup_steps": 0.3, "optim.max_grad_norm": 0.1},
         {"optim.schedule": "cosine", "optim.layer_decay": 0.5, "optim.weight_decay": 0.3},
-        {
-            "optim.name": "sgd",
-            "optim.nesterov": False,
-            "optim.weight_decay": 0.3,
-            "optim.decay_1d": True,
-            "optim.no_decay": ["1", "*.0.bias"],
-        },
-        {"optim.name": "muon", "optim.weight_decay": 0.3, "optim.no_decay": ["1.*", "3"]},
-        {"data.last_batch": "weighted", "ema.decay": 0.99, "ema.every": 2},
+        {"optim.name": "sgd", "optim.nesterov": False, "optim.weight_decay": 0.3}
+        | {"optim.decay_1d": True, "optim.no_decay": ["1", "*.0.bias"]},
+        {"optim.name": "muon", "optim.weight_decay": 0.3, "optim.no_decay": ["1.*", "3"]}
+        | {"data.last_batch": "weighted", "ema.decay": 0.99, "ema.every": 2},
         {"data.last_batch": "drop", "optim.betas": [0.5, 0.6], "optim.eps": 1e-3},
         {"model.lora.rank": 1, "model.lora.targets": ["0.0", "3"], "model.lora.modules_to_save": ["2.0"]}
         | {"model.lora.dropout": 0.2, "precision.mode": "bf16", "model.frozen_dtype": "bf16"},
@@ -87,22 +75,13 @@ def test_optimizers_schedules_and_last_batches(settings: dict[str, Any]) -> None
     assert [row.verdict for row in report.rows] == ["equal", "equal"], str(report)
 
 
-@pytest.mark.parametrize("recipe", ["digits", "dtmf"])
-def test_embedded_recipes(recipe: str) -> None:
-    report = check(recipe, only=["order", "plain", "ema"])
+def test_an_embedded_recipe() -> None:
+    report = check("dtmf", only=["order", "plain", "ema"])
     assert [row.verdict for row in report.rows] == ["equal"] * 3, str(report)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["digits", "dtmf", "gpt-stdlib", "digits-detection"])
-def test_embedded_recipes_whatever_is_changed(recipe: str) -> None:
-    report = check(recipe)
-    assert report.ok, str(report)
-    assert {row.name for row in report.rows} == set(NAMES)
-
-
 def test_other_processes_hold(tmp_path: Path) -> None:
-    names = ["workers-2", "hash-seed", "resume", "ranks-ddp", "ranks-tree"]
+    names = ["workers-2", "resume", "ranks-tree"]
     words = [word for name in names for word in ("--only", name)]
     done = preloaded.run(
         [sys.executable, "-m", "trainer", "check", str(EXAMPLE), "--json", *words], cwd=tmp_path
@@ -116,15 +95,6 @@ def test_other_processes_hold(tmp_path: Path) -> None:
 def test_in_a_notebook_what_needs_processes_says_so() -> None:
     report = trainer.check(Small, only=["again", "ranks-ddp", "resume"])
     assert [row.verdict for row in report.rows] == ["equal", "not compared", "not compared"]
-    assert "put it in a file" in report.rows[1].detail
-    assert "bit for bit" in str(report)
-
-
-def test_batchnorm_is_documented_over_micro_batches() -> None:
-    (row,) = check(Normed, only=["micro-batches-2"]).rows
-    assert row.verdict == "documented"
-    assert (row.tensor, row.step) == ("model/1.running_var", 1)
-    assert "BatchNorm sees one micro-batch" in row.detail
 
 
 def test_batchnorm_is_not_compared_over_micro_batches_of_padding() -> None:
@@ -132,17 +102,6 @@ def test_batchnorm_is_not_compared_over_micro_batches_of_padding() -> None:
     own = type("Odd", (Normed,), {"RECIPE": {"epochs": 2, "data": {"last_batch": "weighted"}}})
     report = check(own, only=["plain", "micro-batches-2"])
     assert [row.verdict for row in report.rows] == ["equal", "not compared"], str(report)
-
-
-def test_float32_is_told_with_its_reason() -> None:
-    class Narrow(Small):
-        def loss(self, model: nn.Module, batch: Any) -> Any:
-            wanted = torch.from_numpy(batch.fields["y"].numpy().astype(np.float32))
-            return super().loss(model, batch) + 0 * (wanted * 2).sum()
-
-    report = check(Narrow, only=["plain"])
-    assert "float32 (in float64 aten.lift_fresh gives float32)" in report.about
-    assert report.ok
 
 
 def test_constants_in_float32_are_the_same_in_both_loops() -> None:
@@ -159,12 +118,6 @@ def test_constants_in_float32_are_the_same_in_both_loops() -> None:
 class Dropped(Small):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-
-
-@pytest.mark.slow
-def test_compiled_dropout_is_that_of_plain_pytorch() -> None:
-    report = check(Dropped, only=["compile"])
-    assert [row.verdict for row in report.rows] == ["equal"], str(report)
 
 
 def test_compiled_code_is_to_draw_the_random_numbers_of_plain_pytorch(
@@ -201,9 +154,8 @@ def test_a_variant_whose_subject_did_not_happen_is_not_compared() -> None:
     assert [row.verdict for row in rows] == ["equal", "equal", "not compared"]
 
 
-@pytest.mark.parametrize("task", [Small, Normed])
-def test_fp16_skips_an_update_and_makes_a_later_one(task: type) -> None:
-    (row,) = check(task, only=["fp16"]).rows
+def test_fp16_skips_an_update_and_makes_a_later_one() -> None:
+    (row,) = check(Normed, only=["fp16"]).rows
     assert row.verdict == "equal"
     skipped = int(row.detail.partition(" of 5 updates")[0].rpartition(" ")[2])
     assert 0 < skipped < 5
@@ -229,73 +181,16 @@ def test_a_crash_of_the_trainer_is_called_so(monkeypatch: pytest.MonkeyPatch) ->
     assert "ZeroDivisionError" in report.rows[0].detail
 
 
-def test_what_moves_in_evaluation_is_documented() -> None:
-    class Observer(nn.Module):
-        largest: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 1)
-            self.register_buffer("largest", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.inner(x)
-            self.largest = torch.maximum(self.largest, y.detach().abs().max())
-            return y / (1 + self.largest)
-
-    class Observed(Small):
-        def data(self) -> Any:
-            train, evaluation = super().data()
-            return train, {name: 3 * array for name, array in evaluation.items()}
-
-        def model(self) -> nn.Module:
-            return Observer()
-
-    report = check(Observed, only=["plain", "ema"])
-    assert [row.verdict for row in report.rows] == ["equal", "documented"]
-    assert report.rows[1].tensor == "model/largest"
-
-
 def test_reasons_are_found_by_trying() -> None:
-    """A BatchNorm that sees a table of weights and no sample is no reason."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.norm = nn.Parameter(torch.randn(4, 2)), nn.BatchNorm1d(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = x @ self.norm(self.table).T
-            return y
-
-    class Negatives(Small):
-        def model(self) -> nn.Module:
-            return Table()
-
-        def loss(self, model: nn.Module, batch: Any) -> Any:
-            one = model(batch.fields["x"])
-            wanted = torch.arange(len(one))
-            return nn.functional.cross_entropy(one @ one.T, wanted, reduction="none")
-
     class Noisy(Normed):
         def loss(self, model: nn.Module, batch: Any) -> Any:
             x = batch.fields["x"]
             return (model(x + torch.randn_like(x)) - batch.fields["y"]).square()
 
-    told = {
-        task: check(task, only=["micro-batches-4"]).rows[0] for task in (Negatives, Normed, Noisy, Dropped)
-    }
-    assert {row.verdict for row in told.values()} == {"documented"}
-    named = {
-        task.__name__: [word for word in ("BatchNorm", "random", "compares") if word in row.detail]
-        for task, row in told.items()
-    }
-    assert named == {
-        "Negatives": ["compares"],
-        "Normed": ["BatchNorm"],
-        "Noisy": ["BatchNorm", "random"],
-        "Dropped": ["random"],
-    }
+    for task, reasons in ((Noisy, {"BatchNorm", "random"}), (Dropped, {"random"})):
+        (row,) = check(task, only=["micro-batches-4"]).rows
+        assert row.verdict == "documented"
+        assert {word for word in ("BatchNorm", "random", "compares") if word in row.detail} == reasons
 
 
 def test_recomputed_code_that_asks_for_float32_is_no_crash() -> None:
@@ -317,51 +212,6 @@ def test_recomputed_code_that_asks_for_float32_is_no_crash() -> None:
     assert "float32" not in report.rows[1].detail  # no second try
 
 
-def test_where_float64_fails_float32_is_compared() -> None:
-    class Narrow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            (x,) = ctx.saved_tensors
-            if torch.is_grad_enabled() or (len(x) > 4 and x.dtype == torch.float64):
-                raise TypeError("float32 alone")
-            return grad
-
-    class Own(Small):
-        def loss(self, model: nn.Module, batch: Any) -> Any:
-            narrowed: Any = Narrow.apply
-            return (narrowed(model(batch.fields["x"])) - batch.fields["y"]).square()
-
-    (row,) = check(Own, only=["plain"]).rows
-    assert row.verdict == "equal" and "float32" in row.detail
-
-
-def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "70")
-    report = check(Normed, only=["plain", "micro-batches-2"])
-    lines = str(report).splitlines()
-    assert max(map(len, lines)) <= 70 and len(lines) > len(report.rows) + 2
-    assert all(line in " ".join(str(report).split()) for line in report.not_looked_at)
-
-
-def test_a_crash_is_a_difference_and_a_refusal_is_not() -> None:
-    class Crashing(Small):
-        def model(self) -> nn.Module:
-            return nn.Sequential(nn.Linear(2, 1))
-
-        def optimizer(self, model: nn.Module) -> Any:
-            return torch.optim.SGD(model.parameters(), 0.1)
-
-    rows = {row.name: row for row in check(Crashing, only=["checkpointing", "fp16"]).rows}
-    assert rows["checkpointing"].verdict == "not compared"
-    assert "no repeated blocks" in rows["checkpointing"].detail
-    assert rows["fp16"].verdict == "equal"
-
-
 def test_a_step_in_which_nothing_has_a_gradient() -> None:
     class Rare(Small):
         def data(self) -> Any:
@@ -379,56 +229,33 @@ def test_a_step_in_which_nothing_has_a_gradient() -> None:
     assert [row.verdict for row in report.rows] == ["equal"] * 2, str(report)
 
 
-@pytest.mark.parametrize("words", [["--only", "plane"], ["--set", "optim.name=adem"]])
-def test_bad_input_is_one_line_and_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(EXAMPLE), *words]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_task_that_is_wrong_is_refused() -> None:
-    class Mean(Small):
-        def loss(self, model: nn.Module, batch: Any) -> Any:
-            return super().loss(model, batch).mean()
-
-    with pytest.raises(BadInputError, match="mean"):
-        check(Mean)
-
-
-def test_an_order_that_leaves_one_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(10, 4, 2, 1, "cross", 0)
-    assert odd_order(plan) == ""
-    monkeypatch.setattr(Plan, "_sample", lambda _plan, _epoch, position: position // 2 * 2)
-    assert "sample 0 comes 2 times" in odd_order(plan)
-
-
 def test_an_order_that_always_drops_the_same_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(30, 8, 8, 2, "drop", 0)
     assert odd_order(plan) == ""
     monkeypatch.setattr(Plan, "_sample", lambda _plan, epoch, at: permuted(0, epoch, at, 24))
-    assert "sample 24" in odd_order(plan)
+    assert named(odd_order(plan), "sample 24")
+    monkeypatch.setattr(Plan, "_sample", lambda _plan, _epoch, position: position // 2 * 2)
+    assert named(odd_order(Plan(10, 4, 2, 1, "cross", 0)), "sample 0 2")
 
 
-@pytest.mark.parametrize(("samples", "left"), [(10, 1), (20, 1), (1601, 1)])
-def test_few_samples_may_be_dropped_alike_by_chance(
-    samples: int, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = samples - left
+@pytest.mark.parametrize("size", [9, 1600])
+def test_few_samples_may_be_dropped_alike_by_chance(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plan, "_sample", lambda _plan, epoch, at: permuted(0, epoch, at, size))
-    assert bool(odd_order(Plan(samples, size, size, 2, "drop", 0))) == (samples > 1000)
+    assert bool(odd_order(Plan(size + 1, size, size, 2, "drop", 0))) == (size > 1000)
 
 
-@pytest.mark.parametrize("every", ["1 step", "2 steps", "3 steps", "1 epoch", "2 epochs", "end"])
+@pytest.mark.parametrize("every", ["1 step", "3 steps", "2 epochs", "end"])
 @pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
 def test_evaluations_are_those_of_a_run(every: str, last: Any) -> None:
     config = EvaluationConfig(every=every)
-    for samples in (8, 20, 21, 24):
+    for samples in (8, 21, 24):
         plan, steps = Plan(samples, 8, 8, 4, last, 0), [0]
         while steps[-1] < plan.steps:
             steps.append(next_evaluation(config, plan, steps[-1]))
         assert evaluations(config.interval, plan.steps, plan.epoch_length) == steps[1:]
 
 
-@pytest.mark.parametrize("patterns", [["1"], ["0.weight", "1"], ["2"], ["1.weight"], ["*bias"]])
+@pytest.mark.parametrize("patterns", [["0.weight", "1"], ["*bias"]])
 def test_frozen_layers_are_those_of_a_run(patterns: list[str]) -> None:
     report = check(
         Normed, {"model.freeze": patterns, "optim.weight_decay": 0.1}, ["plain", "micro-batches-2", "ema"]
@@ -436,26 +263,11 @@ def test_frozen_layers_are_those_of_a_run(patterns: list[str]) -> None:
     assert report.ok and report.rows[0].verdict == "equal", str(report)
 
 
-def test_an_evaluation_that_draws_random_numbers_after_a_skipped_update() -> None:
-    """The seeds of the task's own optimizer aren't set where it makes no update."""
-
-    class Drawn(Small):
-        def optimizer(self, model: nn.Module) -> Any:
-            return torch.optim.Adam(model.parameters(), 0.01)
-
-        def loss(self, model: nn.Module, batch: Any) -> Any:
-            x = batch.fields["x"]
-            return (model(x + torch.randn_like(x)) - batch.fields["y"]).square()
-
-    report = check(Drawn, only=["plain", "ema", "fp16"])
-    assert [row.verdict for row in report.rows] == ["equal"] * 3, str(report)
-
-
 def test_nan_and_missing_tensors_differ() -> None:
     one, nan = {"a": torch.ones(2)}, {"a": torch.tensor([1.0, float("nan")])}
     assert compare([nan], [nan]).first is None
-    assert str(compare([nan], [one]).first) == "a after step 1: nan instead of 1"
-    assert str(compare([{}], [one], [one], 1e-7).first) == "a after step 1: is missing"
+    assert named(str(compare([nan], [one]).first), "a step 1 nan")
+    assert named(str(compare([{}], [one], [one], 1e-7).first), "a step 1 missing")
     assert compare([{"a": torch.zeros(2)}], [{}]).first is None
 
 

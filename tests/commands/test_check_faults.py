@@ -35,20 +35,6 @@ def test_a_fault_that_is_not_seen_is_code_1(
     assert [(one["fault"], one["seen"]) for one in told["faults"]] == [("", True), ("rate-late", False)]
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ([], "--self-test"),
-        (["digits", "--self-test"], "--self-test"),
-        (["--self-test", "--only", "rate"], "rate"),
-    ],
-)
-def test_bad_input(words: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", *words]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1 and name in line
-
-
 @pytest.mark.slow
 def test_all_faults_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--self-test"]) == 0, capsys.readouterr().out

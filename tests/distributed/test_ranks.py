@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers import digits_steps
 from tests.helpers.digits_steps import train_digits
+from tests.helpers.refusals import named
 from tests.helpers.toys import make_recipe, rows_to
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, check_agreement
@@ -64,12 +65,16 @@ def test_no_factor_of_the_world_size_is_in_the_gradient(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("parts", "rtol"),
     [
-        ({"memory": {"checkpointing": "blocks"}}, 1e-4),
         ({"precision": {"mode": "fp16"}}, 2e-2),
-        ({"precision": {"mode": "bf16"}}, 2e-2),
-        ({"model": {"width": 8, "dropout": 0.3, "channels_last": True}}, 1e-4),
+        (
+            {
+                "model": {"width": 8, "dropout": 0.3, "channels_last": True},
+                "memory": {"checkpointing": "blocks"},
+            },
+            1e-4,
+        ),
     ],
-    ids=["checkpointing", "fp16", "bf16", "channels_last"],
+    ids=["fp16", "channels_last"],
 )
 def test_worlds_agree_with_every_part_of_the_recipe(ranks: Ranks, parts: dict[str, Any], rtol: float) -> None:
     alone = torch.tensor(ranks.run(1, train_digits, DIGITS | parts, 0)[0][0])
@@ -104,31 +109,13 @@ def disagree(world: World) -> str:
     return ""
 
 
-def disagree_on_losses(world: World) -> str:
-    names = "ab" if world.rank else "ba"
-    try:
-        check_agreement(names, world, f"orders of the losses ({names})", "name them in a tuple")
-    except BadInputError as error:
-        return str(error)
-    return ""
-
-
-def test_losses_in_another_order_are_told(ranks: Ranks) -> None:
-    """They are summed over the ranks in that of the task."""
-    assert ranks.run(2, disagree_on_losses) == [
-        "rank 0 and rank 1 have different orders of the losses (ba): name them in a tuple",
-        "rank 1 and rank 0 have different orders of the losses (ab): name them in a tuple",
-    ]
-
-
 def test_ranks_with_different_data_are_told(ranks: Ranks) -> None:
     assert ranks.run(2, disagree) == ["", ""]
     answers = ranks.run(4, disagree)
-    assert "rank 0 and rank 2 have different" in answers[0]
-    assert "rank 2 and rank 0 have different" in answers[2]
+    assert named(answers[0], "rank 0 rank 2") and named(answers[2], "rank 2 rank 0")
 
 
-@pytest.mark.parametrize("batch", [7, 360, 1000])
+@pytest.mark.parametrize("batch", [7, 1000])
 def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks, batch: int) -> None:
     answers = [answer for size in SIZES for answer in ranks.run(size, evaluate_untrained, batch, batch > 50)]
     assert all(answer == answers[0] for answer in answers)
@@ -150,21 +137,13 @@ def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks, bat
 def test_the_number_of_workers_changes_no_bit_of_the_training() -> None:
     world = World(0, 1, 0, torch.device("cpu"), None)
     results = []
-    for workers in (0, 1, 3):
+    for workers in (0, 3):
         data = {"resident": False, "workers": workers, "start_method": "fork"}
         results.append(train_digits(world, DIGITS | {"data": DIGITS["data"] | data}, workers))
     for losses, metrics, weights in results[1:]:
         assert losses == results[0][0]
         assert metrics == results[0][1]
         assert all(torch.equal(tensor, results[0][2][name]) for name, tensor in weights.items())
-
-
-def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
-    world = World(0, 1, 0, torch.device("cpu"), None)
-    dropout = DIGITS | {"model": {"width": 8, "dropout": 0.5}}
-    first, again = train_digits(world, dropout, 0), train_digits(world, dropout, 0)
-    assert first[0] == again[0]
-    assert train_digits(world, dropout | {"seed": 1}, 0)[0] != first[0]
 
 
 def dropout_patterns(world: World) -> list[float]:

@@ -1,23 +1,19 @@
 """Promise: with parallel.reduction=tree the number of ranks changes not one bit."""
 
 import operator
-import re
 from functools import reduce
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import distributed as dist, nn
+from torch import nn
 
-from tests.chaos import Tally
 from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.steps import State, assert_same_bits, train_some
-from tests.helpers.topologies import topologies
-from tests.helpers.toys import TokenTask, build_alone, make_recipe
+from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.config.sizes import shares_a_tree
-from trainer.distributed import consensus
 from trainer.distributed.parallel import World
 from trainer.distributed.tree import Sums, Tournament, TreeReduction
 from trainer.errors import BadInputError
@@ -28,12 +24,17 @@ from trainer.train.step import take_metrics, train_step
 
 KINDS: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"width": 8, "norm": "batch"}},
-    "groupnorm and dropout": {"model": {"width": 8, "norm": "group", "dropout": 0.3}},
-    "bf16": {"precision": {"mode": "bf16"}, "model": {"width": 8, "channels_last": True}},
+    "groupnorm, dropout and mixup": {
+        "model": {"width": 8, "norm": "group", "dropout": 0.3},
+        "regularization": {"mixup": 0.3},
+    },
+    "bf16 and checkpointing": {
+        "precision": {"mode": "bf16"},
+        "model": {"width": 8, "channels_last": True},
+        "memory": {"checkpointing": "blocks"},
+    },
     "fp16": {"precision": {"mode": "fp16", "initial_scale": 2.0**24, "growth_interval": 2}},
     "muon": {"optim": {"name": "muon", "lr": 0.01, "max_grad_norm": 1.0}},
-    "checkpointing": {"memory": {"checkpointing": "blocks"}},
-    "mixup": {"regularization": {"mixup": 0.3}},
 }
 
 
@@ -67,18 +68,6 @@ def test_any_ranks_that_share_a_tree_make_the_same_sum(data: st.DataObject) -> N
     assert by_tree([by_tree(of_rank) for of_rank in values]) == by_tree(reduce(operator.add, values))
 
 
-def test_who_shares_a_tree() -> None:
-    assert [ranks for ranks in (1, 2, 3, 4, 6, 12) if shares_a_tree(12, ranks)] == [1, 3, 6, 12]
-    assert [ranks for ranks in (1, 2, 4, 8) if shares_a_tree(8, ranks)] == [1, 2, 4, 8]
-
-
-def test_few_sums_are_kept() -> None:
-    tournament = Tournament()
-    for _ in range(64):
-        tournament.add(one(1.0))
-        assert len(tournament._branches) <= 7
-
-
 def reduce_random(
     world: World, micro_batches: int, bucket_mb: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -96,11 +85,10 @@ def reduce_random(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("bucket_mb", [1, 25])
-def test_real_ranks_make_the_same_sums(ranks: Ranks, bucket_mb: int) -> None:
+def test_real_ranks_make_the_same_sums(ranks: Ranks) -> None:
     wanted = reduce_random(World(0, 1, 0, torch.device("cpu"), None), 8, 25)
     for size in SIZES:
-        for gradients, metrics in ranks.run(size, reduce_random, 8, bucket_mb):
+        for gradients, metrics in ranks.run(size, reduce_random, 8, 1):
             assert torch.equal(metrics, wanted[1])
             assert all(map(torch.equal, gradients, wanted[0]))
 
@@ -145,19 +133,6 @@ def test_valid_tokens_and_padding(ranks: Ranks) -> None:
     assert plain == pytest.approx(wanted, rel=1e-5)  # it is the same loss
 
 
-class Idle(nn.Module):
-    """Has a weight that takes no part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(3, 4, dtype=torch.float64)
-        self.idle = nn.Linear(3, 4, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.used(x)
-        return result
-
-
 class Sometimes(nn.Module):
     """A weight takes part only in micro-batches whose first number is large, another never does."""
 
@@ -194,9 +169,9 @@ def trained_sometimes(world: World, above: float, reduction: str, **parallel: An
     return {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("above", [-9.0, 0.3, 9.0])
+@pytest.mark.parametrize("above", [0.3, 9.0])
 def test_what_a_micro_batch_leaves_out_counts_for_nothing(ranks: Ranks, above: float) -> None:
-    """In some micro-batches, in all or in none; weight decay would tell a gradient of zero from none."""
+    """In some micro-batches or in all; weight decay would tell a gradient of zero from none."""
     wanted = ranks.run(1, trained_sometimes, above, "tree")[0]
     plain = ranks.run(1, trained_sometimes, above, "all_reduce")[0]
     for size in SIZES[1:]:
@@ -292,22 +267,6 @@ def test_gradients_of_several_dtypes_are_added_each_in_its_own(ranks: Ranks) -> 
             assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(sums, wanted, strict=True))
 
 
-def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = TokenTask(16)
-    monkeypatch.setattr(task, "model", Idle)
-    recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": 2},
-        optim={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
-        parallel={"threads": 1, "reduction": "tree"},
-    )
-    run = build_alone(recipe, task)
-    model = run.state.model
-    before = [p.detach().clone() for p in model.parameters()]
-    train_step(run, run.loader(run.share.batches()), 0)
-    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-    assert moved == [True, True, False, False]
-
-
 def starts_apart(world: World) -> torch.Tensor:
     """A weight of a run that was built where the ranks' models were not the same."""
     recipe = make_recipe(parallel={"reduction": "tree"}, data={"global_batch_size": 8, "micro_batch_size": 1})
@@ -322,34 +281,6 @@ def starts_apart(world: World) -> torch.Tensor:
 
 def test_all_ranks_take_the_first_ones_weights(ranks: Ranks) -> None:
     assert all(float(weight.mean()) == 1.0 for weight in ranks.run(2, starts_apart))
-
-
-def bytes_received(world: World, elements: int) -> int:
-    """Bytes that this rank receives while a bucket is summed."""
-    received = 0
-    originals = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
-
-    def counted(name: str) -> Any:
-        def call(into: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-            nonlocal received
-            received += into.nbytes - into.nbytes // world.size
-            return originals[name](into, source, **options)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counted(name))
-    tree = TreeReduction(world.group, 25)
-    tree.add_micro_batch([torch.ones(elements)], torch.ones(0, dtype=torch.float64))
-    tree.end_step()
-    for name, original in originals.items():
-        setattr(dist, name, original)
-    return received
-
-
-def test_as_many_bytes_as_a_ring_needs(ranks: Ranks) -> None:
-    for size in SIZES[1:]:
-        assert ranks.run(size, bytes_received, 1024)[0] == 2 * (size - 1) * 4096 // size
 
 
 @pytest.mark.parametrize(
@@ -393,18 +324,6 @@ def test_other_ranks_go_on_to_the_same_bits(ranks: Ranks, kind: str) -> None:
             assert_same_bits(state, other)
     assert state is not None
     assert_same_bits(wanted, state)
-
-
-@pytest.mark.slow
-def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few histories; `make chaos` does a hundred."""
-    monkeypatch.setattr(consensus, "_SECONDS_BETWEEN", consensus._SECONDS_BETWEEN)  # it is set there
-    tally = Tally()
-    told = topologies(3, 1, tally)
-    assert tally.failures == []
-    assert tally.counts["identical"] == 3
-    changes = re.search(r"(\d+) changes", told)
-    assert changes is not None and int(changes[1]) > 0, told
 
 
 def test_threads_do_not_depend_on_the_number_of_ranks() -> None:

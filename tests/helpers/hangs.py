@@ -101,12 +101,6 @@ class Job:
         for process in self.ranks:
             process.start()
 
-    def send(self, number: int) -> None:
-        """Sends every rank a signal."""
-        for process in self.ranks:
-            assert process.pid is not None
-            os.kill(process.pid, number)
-
     def over(self) -> bool:
         """Whether all have ended that can, or their time is up."""
         running = [process for process in self.ranks if process.is_alive()]
@@ -182,23 +176,6 @@ def hang(where: Hang) -> Callable[[int], object]:
     def put(number: int) -> None:
         if number == where.rank:
             _put(where, _tracked_step())
-
-    return put
-
-
-def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True) -> Callable[[int], object]:
-    """A fault for `Job`: this rank's forward passes take so long, in steps that `at` chooses."""
-
-    def put(this: int) -> None:
-        if this == number:
-            step, loss = _tracked_step(), Classification.loss
-
-            def slower(*arguments: Any) -> torch.Tensor:
-                for _ in range(round(seconds / 0.05) if at(step()) else 0):
-                    time.sleep(0.05)  # pieces: a long sleep is over when a stopped process goes on
-                return loss(*arguments)
-
-            replace(Classification, "loss", slower)
 
     return put
 
