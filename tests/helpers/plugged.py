@@ -45,11 +45,6 @@ MODULE = dedent('''
             raise ConnectionError("nobody is\\nat http://me:hunter2hunter2@host")
 
 
-    class Refusing(Watching):
-        def log(self, rows):
-            raise PermissionError("no")
-
-
     class Hanging(Watching):
         def log(self, rows):
             tell("hangs")
@@ -69,7 +64,6 @@ POINTS = """\
 teller = plugged_sinks:send
 watching = plugged_sinks:Watching
 closed = plugged_sinks:Closed
-refusing = plugged_sinks:Refusing
 hanging = plugged_sinks:Hanging
 lacking = plugged_sinks:Lacking
 number = plugged_sinks:number
