@@ -14,7 +14,6 @@ import yaml
 from tests.helpers import preloaded
 from tests.helpers.forked import small
 from tests.helpers.refusals import named
-from trainer.observe import console
 
 JSON = ("--log-format", "json")
 
@@ -86,27 +85,6 @@ def test_what_goes_wrong_is_an_object_too(here: Path) -> None:
     assert folder["message"].startswith("the run folder is ")
     assert (last["level"], last["rank"]) == ("error", None)
     assert "RuntimeError" in last["message"] and "\n" in last["message"] and "hunter2" not in failed.stderr
-
-
-def test_text_stays_as_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    console.say("  a\n  b")
-    console.warn("c")
-    console.tell("trainer: d\n", "error")
-    assert capsys.readouterr() == ("  a\n  b\n", "trainer: c\ntrainer: d\n")
-    monkeypatch.setattr(console._Log, "as_json", True)
-    monkeypatch.setattr(console._Log, "rank", 3)
-    console.say("\n  a\n\n  b\n")
-    console.warn("c")
-    out, err = capsys.readouterr()
-    assert [(one["rank"], one["level"], one["message"]) for one in lines(out + err)] == [
-        (3, "info", "a"),
-        (3, "info", "b"),
-        (3, "warning", "c"),
-    ]
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    bar = console.ProgressBar(3)
-    bar.say("d")
-    assert lines(capsys.readouterr().out)[0]["message"] == "d"
 
 
 def test_quiet_leaves_warnings_and_errors(here: Path) -> None:

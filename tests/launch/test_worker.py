@@ -133,7 +133,7 @@ def test_what_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_fork(check)
 
 
-@pytest.mark.parametrize("name", ["digits", "gpt"])
+@pytest.mark.parametrize("name", ["digits", "gpt2-124m"])
 def test_a_request_arrives_as_it_was_made(name: str) -> None:
     recipe = load_recipe(name, ["optim.lr=0.1", "seed=7"])
     request = Request(recipe, name, Path("/runs/x"), "force", 7, "torch", "trainer train")
