@@ -20,7 +20,6 @@ from tests.helpers.ports import free_port
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
 PREFIX = f"trainer{os.getpid()}-n"
 NODES = (f"{PREFIX}1", f"{PREFIX}2")
-THREE = (*NODES, f"{PREFIX}3")
 # A job's script adds its number to the port: this is enough for 31 jobs.
 PORT = free_port(32)
 _CONF = """

@@ -166,6 +166,7 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "obey-late": _obey,
     "obey-three": _obey_three,
     "once": _once,
+    "raise": _raise,
     "sleep": lambda: time.sleep(1000),
     "stop": _stop,
     "tell": _tell,

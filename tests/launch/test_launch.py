@@ -126,6 +126,13 @@ def test_a_rank_that_raises_ends_the_others_in_a_collective(run: Launcher) -> No
     assert "elastic" not in text
 
 
+def test_a_rank_that_raises_ends_the_others_in_their_sleep(run: Launcher) -> None:
+    run.start("0=sleep", "1=raise")
+    code, text = run.end()
+    assert code == 1 and text.startswith("trainer: rank 1 of 2 failed:\nTraceback")
+    assert named(text.splitlines()[-1], "rank 0")
+
+
 def test_signals_reach_each_rank_once(run: Launcher) -> None:
     run.start("obey-three")
     os.kill(_parent(run.ready()[0]), signal.SIGUSR1)  # torchrun gets it too: Slurm signals every process
@@ -275,7 +282,6 @@ def test_a_restart_resumes_what_this_launch_began(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("what", "code", "text"),
     [
-        ("bad", 2, "trainer: error: lr: -1 is negative; make it positive\n"),
         ("hang", 76, "trainer: rank 0 of 1: no step for 600 s\n"),
         ("hang-in-exit", 0, ""),  # all is done, and it is killed after the grace
     ],

@@ -144,14 +144,6 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_bad_input_ends_the_job_with_one_line_and_no_requeue(slurm: Slurm, tmp_path: Path) -> None:
-    job, log = _submit(slurm, tmp_path, *TWO, recipe="/nowhere.yaml")
-    until(lambda: slurm.state(job) == "FAILED")
-    assert "/nowhere.yaml" in _text(log) and "requeued" not in _text(log)
-    assert "Traceback" not in _text(log)
-    assert "ExitCode=2:0" in slurm.tell("scontrol", "show", "job", "--oneliner", job)
-
-
 def test_a_task_for_each_rank_ends_as_the_table_of_all_ways_says(slurm: Slurm, tmp_path: Path) -> None:
     """With srun's own exit code; and to the bits of the launcher's two ranks."""
     cases = {"own": (Job("own.py", WATCHED), ()), **{case: REFUSALS[case] for case in ("syntax", "folder")}}

@@ -38,9 +38,7 @@ def process(pid: int, seconds: float, below: str = "", **metrics: int) -> dict[s
     }
 
 
-def box(
-    root: Path, scale: float, below: str = "20 21", first: str = "10", files: dict[str, str] | None = None
-) -> Path:
+def box(root: Path, scale: float, files: dict[str, str] | None = None) -> Path:
     """A host after `scale` seconds: torchrun, a rank (10) with two workers (20, 21), another rank (11)."""
     busy = f"{int(20 * scale * TICKS)} 0 {int(2 * scale * TICKS)} 99 50 0 0 {int(scale * TICKS)} 0 0"
     net = "\n".join(
@@ -59,8 +57,8 @@ def box(
             "proc/stat": f"cpu  {busy}\ncpu0 {busy}",
             "proc/net/dev": net,
             "sys/class/net/eth0/device/vendor": "x",
-            **process(1, 2 + 0.0 * scale, f"{first} 11"),
-            **process(10, 2 + 1.0 * scale, below, resident=1000),
+            **process(1, 2 + 0.0 * scale, "10 11"),
+            **process(10, 2 + 1.0 * scale, "20 21", resident=1000),
             **process(11, 2 + 2.0 * scale, read=10),
             **process(20, 2 + 3.0 * scale, read=int(100 * scale), resident=int(300 + 50 * scale)),
             **process(21, 2 + 4.0 * scale, written=int(30 * scale), resident=300),
@@ -70,10 +68,10 @@ def box(
     return root
 
 
-def seen(root: Path, top: int = 0, files: tuple[dict[str, str], dict[str, str]] = ({}, {})) -> dict[str, Any]:
+def seen(root: Path, files: tuple[dict[str, str], dict[str, str]] = ({}, {})) -> dict[str, Any]:
     """Metrics of two seconds."""
     box(root, 1.0, files=files[0])
-    looks = JobCounters(read_limits(root), root, pid=10, top=top)
+    looks = JobCounters(read_limits(root), root, pid=10)
     before, _ = looks.counters(), looks.resident()
     box(root, 3.0, files=files[1])
     after = looks.counters()
@@ -86,6 +84,8 @@ def test_a_rank_with_its_workers(tmp_path: Path) -> None:
     assert found["cpu/others"] == pytest.approx(23 - 8)  # steal is others', iowait is nobody's
     assert found["cpu/starved"] == pytest.approx(0.1)
     assert (found["disk/read_bytes_per_s"], found["disk/written_bytes_per_s"]) == (100, 30)
+    assert (found["network/received_bytes_per_s"], found["network/sent_bytes_per_s"]) == (1000, 500)
+    assert found["network/loopback_bytes_per_s"] == 7  # and a bridge doesn't count twice
     assert "cpu/throttled" not in found
     # The rank's own, and what the workers took since the fork; what they shared with it then is its.
     assert found["rss"] == (1000 + 100) * PAGE

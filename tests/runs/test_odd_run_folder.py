@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,30 +86,6 @@ def test_what_cannot_be_forced_is_one_line(
     assert (refused.code, refused.said) == (2, "")
     assert re.search(said, refused.line)
     assert (folder / "manifest.json").read_text() == before
-
-
-def a_file(path: Path) -> None:
-    shutil.rmtree(path)
-    path.touch()
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("checkpoints", a_file), ("metrics.jsonl", a_folder)],
-)
-def test_odd_things_in_a_run_folder_are_one_line(
-    tmp_path: Path, stopped: Path, name: str, change: Callable[[Path], None]
-) -> None:
-    folder = changed(tmp_path / "run", stopped)
-    change(folder / name)
-    refused = attempt(folder)
-    assert (refused.code, refused.said) == (2, "")
-    assert str(folder) in refused.line
 
 
 def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
