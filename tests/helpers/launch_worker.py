@@ -183,9 +183,6 @@ def main() -> int | None:
 
 
 if __name__ == "__main__":
-    if WORDS[1] == "never-register":
-        write_whole(FOLDER / f"ready-{RANK}", str(os.getpid()))
-        time.sleep(1000)
     while WORDS[1] == "obey-late" and not (FOLDER / "signal-sent").exists():
         time.sleep(0.01)
     _record_signals()

@@ -204,14 +204,6 @@ def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher)
     assert code == 1 and named(text, "rank 1 of 2 1.5 SIGTERM")
 
 
-def test_ranks_that_never_register_are_killed_after_the_grace(run: Launcher) -> None:
-    run.start("never-register", grace_seconds=0.5)
-    run.ready()
-    run.send(signal.SIGUSR1)
-    code, text = run.end()
-    assert code == 1 and named(text, "rank 0 of 2 0.5 SIGUSR1")
-
-
 def test_bad_input_in_every_rank_is_one_line(run: Launcher) -> None:
     run.start("bad", max_restarts=1)
     assert run.end() == (2, "trainer: error: lr: -1 is negative; make it positive\n")

@@ -80,30 +80,8 @@ def test_changes_that_add_up_to_nothing_are_seen() -> None:
     assert fingerprints_of(holding(swapped))().item() != before
 
 
-def signed(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def mixed(word: int, place: int) -> int:
-    word = signed(word + (key(Purpose.FINGERPRINT, 0, place) | 1))
-    word = signed((word ^ word >> 32) * 0xBF58476D1CE4E5B9)
-    return word ^ word >> 29
-
-
 def odd_keys(kind: int) -> Any:
     return keys(key(Purpose.FINGERPRINT, kind), np.arange(1024)) | np.uint64(1)
-
-
-def test_it_is_the_sum_that_is_described() -> None:
-    values = torch.randn(2 * 2048 + 3)
-    words = np.concatenate([values.numpy(), np.zeros(1, np.float32)]).view(np.int64).tolist()
-    each = list(zip(odd_keys(1).tolist(), odd_keys(2).tolist(), strict=True))
-    hashes = [
-        sum(word * one + (word >> 32) * other for word, (one, other) in zip(row, each, strict=True))
-        for row in (words[:1024], words[1024:2048])
-    ]
-    wanted = sum(mixed(word, place) for place, word in enumerate([*hashes, *words[2048:]]))
-    assert fingerprints_of(holding(values))().item() == signed(wanted)
 
 
 MOVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
