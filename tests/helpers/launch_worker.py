@@ -21,7 +21,7 @@ from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
 from trainer.host.files import write_whole
 from trainer.launch import signals as preempt
 from trainer.launch.folder import take_request
-from trainer.launch.worker import Worker, leave_now, requested
+from trainer.launch.worker import Worker, current, leave_now, requested
 
 LAUNCH = sys.argv[1] if len(sys.argv) == 2 else None
 RANK = os.environ["RANK"]
@@ -131,6 +131,13 @@ def _leave_a_child() -> None:
     (FOLDER / "child").write_text(str(child.pid))
 
 
+def _prepare() -> None:
+    rank = current()
+    assert rank is not None
+    rank.prepares(lambda: False)
+    time.sleep(1000)
+
+
 def _tell() -> int:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "COLOR")
     told = {"arguments": WORDS[2:], **{name: os.environ.get(name) for name in names}}
@@ -166,6 +173,7 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "obey-late": _obey,
     "obey-three": _obey_three,
     "once": _once,
+    "prepare": _prepare,
     "raise": _raise,
     "sleep": lambda: time.sleep(1000),
     "stop": _stop,

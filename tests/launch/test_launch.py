@@ -126,8 +126,8 @@ def test_a_rank_that_raises_ends_the_others_in_a_collective(run: Launcher) -> No
     assert "elastic" not in text
 
 
-def test_a_rank_that_raises_ends_the_others_in_their_sleep(run: Launcher) -> None:
-    run.start("0=sleep", "1=raise")
+def test_a_rank_that_raises_ends_the_others_while_they_prepare(run: Launcher) -> None:
+    run.start("0=prepare", "1=raise")
     code, text = run.end()
     assert code == 1 and text.startswith("trainer: rank 1 of 2 failed:\nTraceback")
     assert named(text.splitlines()[-1], "rank 0")
