@@ -174,7 +174,6 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "obey-three": _obey_three,
     "once": _once,
     "prepare": _prepare,
-    "raise": _raise,
     "sleep": lambda: time.sleep(1000),
     "stop": _stop,
     "tell": _tell,
