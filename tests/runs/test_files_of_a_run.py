@@ -340,9 +340,10 @@ def test_no_name_in_a_run_folder_leads_what_a_resumed_run_writes_outside(
     assert not (run / "model.safetensors").is_symlink()
 
 
+@pytest.mark.parametrize("kind", [link, dangling])
 @pytest.mark.parametrize("command", [["report"], ["export", "--to", "safetensors"]], ids=" ".join)
 def test_no_name_leads_what_commands_write_outside(
-    tmp_path: Path, written: tuple[Path, Path], command: Sequence[str]
+    tmp_path: Path, written: tuple[Path, Path], command: Sequence[str], kind: Kind
 ) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     shutil.copytree(written[1], run)
@@ -351,7 +352,7 @@ def test_no_name_leads_what_commands_write_outside(
         victim = outside / name.strip(".")
         victim.write_text("somebody's\n")
         _take_away(run / name)
-        link(run / name, victim)
+        kind(run / name, victim)
     before = _look(outside)
     assert cli.main([command[0], str(run), *command[1:]]) in (0, 2)
     assert _look(outside) == before
