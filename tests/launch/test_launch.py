@@ -177,12 +177,17 @@ def test_kill_9_of_the_launcher_leaves_no_orphan(run: Launcher) -> None:
 
 
 def test_kill_9_of_a_rank_is_named(run: Launcher) -> None:
-    run.start("0=prepare", "1=sleep")  # torchrun's signal ends rank 0, with a word and a time
+    run.start("sleep")
     os.kill(run.ready()[1], signal.SIGKILL)
     code, text = run.end()
     assert code == 1
     cause, consequence = text.splitlines()
     assert named(cause, "rank 1 of 2 SIGKILL") and named(consequence, "rank 0")
+
+
+def test_a_rank_that_torchrun_stops_while_it_prepares_is_no_cause(run: Launcher) -> None:
+    run.start("0=prepare", "1=hang")
+    assert run.end()[0] == 76
 
 
 def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher) -> None:
