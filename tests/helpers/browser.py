@@ -106,10 +106,6 @@ class Page:
         taken = self.call("Page.captureScreenshot", captureBeyondViewport=full)
         return base64.b64decode(taken["data"])
 
-    def pdf(self) -> bytes:
-        """The page as it would be printed."""
-        return base64.b64decode(self.call("Page.printToPDF", preferCSSPageSize=True)["data"])
-
 
 @contextlib.contextmanager
 def chromium(path: str) -> Iterator[Page]:
@@ -138,7 +134,7 @@ def chromium(path: str) -> Iterator[Page]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Takes a picture of a page, light or dark."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("what", choices=("screenshot", "pdf"))
+    parser.add_argument("what", choices=("screenshot",))
     parser.add_argument("file", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--width", type=int, default=1440)
@@ -150,9 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("no chromium here: apt-get install chromium")
     with chromium(path) as page:
         page.open(options.file, options.width, options.height or 900, options.dark)
-        if options.what == "pdf":
-            options.out.write_bytes(page.pdf())
-            return
         if options.height is None:
             page.resize(options.width, page.evaluate("document.documentElement.scrollHeight"))
         options.out.write_bytes(page.screenshot())

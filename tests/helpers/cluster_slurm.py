@@ -20,7 +20,6 @@ from tests.helpers.ports import free_port
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
 PREFIX = f"trainer{os.getpid()}-n"
 NODES = (f"{PREFIX}1", f"{PREFIX}2")
-THREE = (*NODES, f"{PREFIX}3")
 # A job's script adds its number to the port: this is enough for 31 jobs.
 PORT = free_port(32)
 _CONF = """
@@ -134,19 +133,19 @@ def until(condition: Callable[[], object], told: Callable[[], object] = lambda: 
 
 
 @contextmanager
-def running(folder: Path, names: tuple[str, ...] = NODES) -> Iterator[Slurm]:
+def running(folder: Path) -> Iterator[Slurm]:
     """Starts a cluster and ends it, with all that ran on it."""
     folder.mkdir(parents=True)
     folder.chmod(0o755)
-    for name in ("state", *(f"spool.{node}" for node in names)):
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
         (folder / name).mkdir()
     host = socket.gethostname().partition(".")[0]
     first = free_port()
-    ports = range(first, first + 1 + len(names))
+    ports = range(first, first + 1 + len(NODES))
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000 "
         "CpuBind=cores"
-        for node, port in zip(names, ports[1:], strict=True)
+        for node, port in zip(NODES, ports[1:], strict=True)
     )
     (folder / "slurm.conf").write_text(_CONF.format(host=host, folder=folder, ports=ports, nodes=nodes))
     slurm = Slurm(folder)
@@ -160,10 +159,10 @@ def running(folder: Path, names: tuple[str, ...] = NODES) -> Iterator[Slurm]:
         f"--seed-file={folder}/seed",
     ]
     try:
-        for command in (munge, ["slurmctld", "-c", "-i"], *(["slurmd", "-N", node] for node in names)):
+        for command in (munge, ["slurmctld", "-c", "-i"], *(["slurmd", "-N", node] for node in NODES)):
             subprocess.run(command, env=slurm.environment, check=True, timeout=300)
         idle = ("sinfo", "-h", "-p", "main", "-N", "-t", "idle", "-o", "%N")
-        until(lambda: slurm.tell(*idle).count("\n") == len(names) - 1)
+        until(lambda: slurm.tell(*idle).count("\n") == len(NODES) - 1)
         yield slurm
     finally:
         subprocess.run(

@@ -7,7 +7,6 @@ request, torchrun as arguments.
 
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,12 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from tests.helpers.waiting import SECONDS
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
 from trainer.host.files import write_whole
 from trainer.launch import signals as preempt
 from trainer.launch.folder import take_request
-from trainer.launch.worker import Worker, leave_now, requested
+from trainer.launch.worker import Worker, current, leave_now, requested
 
 LAUNCH = sys.argv[1] if len(sys.argv) == 2 else None
 RANK = os.environ["RANK"]
@@ -53,12 +51,6 @@ def _obey() -> int:
     _wait_for_a_request()
     time.sleep(0.2)  # time for a signal that should not come twice
     return EXIT_REQUEUE
-
-
-def _obey_twice() -> int:
-    while len((FOLDER / f"signals-{RANK}").read_text().split() if requested() else ()) < 2:
-        time.sleep(0.01)
-    return _obey()
 
 
 def _obey_three() -> int:
@@ -134,25 +126,16 @@ def _agree() -> int:
         time.sleep(0.05)
 
 
-def _terminate_a_fork() -> int:
-    fork = multiprocessing.get_context("fork")
-    runs = fork.Event()
-
-    def sleep() -> None:
-        runs.set()
-        time.sleep(1000)
-
-    child = fork.Process(target=sleep)
-    child.start()
-    runs.wait(SECONDS)
-    child.terminate()
-    child.join(300)
-    return 0 if child.exitcode == -signal.SIGTERM else 1
-
-
 def _leave_a_child() -> None:
     child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (FOLDER / "child").write_text(str(child.pid))
+
+
+def _prepare() -> None:
+    rank = current()
+    assert rank is not None
+    rank.prepares(lambda: False)
+    time.sleep(1000)
 
 
 def _tell() -> int:
@@ -181,7 +164,6 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "bad": _bad,
     "collective": lambda: _collective(broken=False),
     "crash": _crash,
-    "done": lambda: None,
     "fail-1": lambda: _collective(broken=RANK == "1"),
     "fail-in-collective": lambda: _collective(broken=True),
     "hang": _hang,
@@ -190,15 +172,12 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "obey": _obey,
     "obey-late": _obey,
     "obey-three": _obey_three,
-    "obey-twice": _obey_twice,
     "once": _once,
-    "raise": _raise,
-    "requeue": lambda: EXIT_REQUEUE,
+    "prepare": _prepare,
     "sleep": lambda: time.sleep(1000),
     "stop": _stop,
     "tell": _tell,
     "tell-paths": _tell_paths,
-    "terminate-a-fork": _terminate_a_fork,
 }
 
 
@@ -211,13 +190,8 @@ def main() -> int | None:
 
 
 if __name__ == "__main__":
-    if WORDS[1] == "never-register":
-        write_whole(FOLDER / f"ready-{RANK}", str(os.getpid()))
-        time.sleep(1000)
     while WORDS[1] == "obey-late" and not (FOLDER / "signal-sent").exists():
         time.sleep(0.01)
-    if WORDS[1] == "obey-twice":
-        preempt._SAME_INTERRUPT_SECONDS = SECONDS  # however late the launcher is with it
     _record_signals()
     with Worker(LAUNCH) as worker:
         worker.code = main()

@@ -1,32 +1,16 @@
-"""Hosts for tests: network namespaces on a switch of their own, and processes that run within them."""
+"""Hosts for tests: network namespaces on a switch of their own."""
 
 import contextlib
-import ctypes
-import multiprocessing
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-
-from tests.helpers.waiting import SECONDS
-
-_CLONE_NEWNET = 0x40000000
 
 
 def run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True)
-
-
-def in_host(name: str, *words: str) -> None:
-    """Runs a command, such as tc or iptables, within a host; skips the test where the kernel refuses it."""
-    try:
-        run("ip", "netns", "exec", name, *words)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"{words[0]} can't do it here: {getattr(error, 'stderr', error)!r}")
 
 
 @contextlib.contextmanager
@@ -55,28 +39,3 @@ def hosts(count: int) -> Iterator[list[str]]:
     finally:
         for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def on_each(names: list[str], function: Callable[[int], Any], seconds: float = SECONDS) -> list[Any]:
-    """Returns the results of `function(number)` on each host, in a process forked from this one."""
-    context = multiprocessing.get_context("fork")
-    started = []
-    for number, name in enumerate(names):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_within, args=(name, function, number, theirs))
-        process.start()
-        started.append((process, ours))
-    answers = []
-    for process, pipe in started:
-        answers.append(pipe.recv() if pipe.poll(seconds) else None)
-        process.join(5)
-        process.kill()
-    return answers
-
-
-def _within(name: str, function: Callable[[int], Any], number: int, pipe: Any) -> None:
-    with Path("/var/run/netns", name).open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns to {name}")
-    pipe.send(function(number))
-    os._exit(0)

@@ -12,7 +12,6 @@ MODULE = dedent('''
 
     import json
     import os
-    import time
     from pathlib import Path
 
     TOLD = Path(__file__).with_name("told.jsonl")
@@ -45,17 +44,6 @@ MODULE = dedent('''
             raise ConnectionError("nobody is\\nat http://me:hunter2hunter2@host")
 
 
-    class Refusing(Watching):
-        def log(self, rows):
-            raise PermissionError("no")
-
-
-    class Hanging(Watching):
-        def log(self, rows):
-            tell("hangs")
-            time.sleep(3600)
-
-
     class Lacking:
         def log(self, rows):
             pass
@@ -69,8 +57,6 @@ POINTS = """\
 teller = plugged_sinks:send
 watching = plugged_sinks:Watching
 closed = plugged_sinks:Closed
-refusing = plugged_sinks:Refusing
-hanging = plugged_sinks:Hanging
 lacking = plugged_sinks:Lacking
 number = plugged_sinks:number
 gone = plugged_nowhere:send

@@ -3,8 +3,6 @@
 import json
 import os
 import pty
-import re
-import shutil
 import subprocess
 import sys
 
@@ -13,8 +11,7 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.refusals import refused
 from trainer.errors import BadInputError
-from trainer.host.interfaces import gloo_interface, interface_of
-from trainer.launch import launcher as launch
+from trainer.host.interfaces import gloo_interface
 from trainer.launch.launcher import WorkerGroup
 from trainer.launch.meeting import Meeting
 from trainer.launch.nodes import (
@@ -62,6 +59,7 @@ def _found(
 def test_variables_say_it(environ: dict[str, str]) -> None:
     assert _found(environ) == (4, 3, "a", 1234)
     assert _found(environ, rank=1, address="b", port=99) == (4, 1, "b", 99)
+    assert _found({}, "2", 0, "[fe80::1]") == (2, 0, "fe80::1", 29500)
     assert _found(environ, nnodes="1") is None
     first = next(iter(environ))
     assert _found({**environ, first: "1"}) is None
@@ -75,7 +73,6 @@ def test_kubeflow_may_give_an_endpoint() -> None:
     job = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "job-worker-0:29400"}
     assert _found(job) == (2, 1, "job-worker-0", 29400)
     assert _found({**job, "PET_RDZV_ENDPOINT": "[fd00::1]:29400"}) == (2, 1, "fd00::1", 29400)
-    assert _found({**job, "PET_RDZV_ENDPOINT": "[fd00::1]"}) == (2, 1, "fd00::1", 29500)
     assert _found({**job, "PET_RDZV_ENDPOINT": "job-worker-0"}) == (2, 1, "job-worker-0", 29500)
 
 
@@ -96,10 +93,10 @@ def test_two_jobs_on_a_node_of_slurm_have_ports_of_their_own() -> None:
 
 def test_the_script_of_a_slurm_job_of_two_nodes_must_use_srun() -> None:
     script = {name: value for name, value in STEP.items() if "STEP" not in name}
-    with pytest.raises(BadInputError, match=r"start it by `srun --ntasks-per-node=1 trainer train"):
+    with refused("srun --ntasks-per-node=1"):
         find_nodes(script, None, None, None, None)
     assert find_nodes(script, "1", None, None, None) is None
-    with pytest.raises(BadInputError, match="this is its script or shell"):  # salloc's, a step of its own
+    with refused(2):  # salloc's, a step of its own
         find_nodes({**script, "SLURM_STEP_ID": "4294967290"}, None, None, None, None)
 
 
@@ -122,7 +119,7 @@ def test_a_task_for_each_rank_needs_no_launcher() -> None:
     # The node with most tasks has three of five.
     assert rank_variables({**step, "SLURM_STEP_NUM_TASKS": "5"})["LOCAL_WORLD_SIZE"] == "3"
     unknown = {name: value for name, value in step.items() if name != "SLURM_PROCID"}
-    with pytest.raises(BadInputError, match="RANK='', WORLD_SIZE='4'"):
+    with refused("RANK WORLD_SIZE 4"):
         is_rank({**unknown, **rank_variables(unknown)})
 
 
@@ -160,7 +157,7 @@ def test_what_is_typed_in_a_shell_of_srun_is_no_task(typed: str) -> None:
     assert bool(rank_variables(environ)) == is_rank(environ) == (typed == "task")
     if typed == "shell":
         assert find_nodes(environ, None, None, None, None) is None
-        with pytest.raises(BadInputError, match=r"has 2 nodes, and this is its script or shell"):
+        with refused("2 nodes"):
             find_nodes({**environ, "SLURM_JOB_NUM_NODES": "2"}, None, None, None, None)
 
 
@@ -175,21 +172,13 @@ def test_ranks_of_torchrun_and_other_jobs_stay_what_they_are(monkeypatch: pytest
 @pytest.mark.parametrize(
     "sizes",
     [
-        {
-            "WORLD_SIZE": "2",
-            "RANK": "1",
-            "MASTER_ADDR": "a",
-            "MASTER_PORT": "1234",
-        },  # Vertex AI, Kubeflow 1.5
-        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-        {"PMI_SIZE": "2", "PMI_RANK": "1"},
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},  # Vertex AI, Kubeflow 1.5
         {"NNODES": "1", "PMI_SIZE": "2", "PMI_RANK": "1"},
-        {**STEP, "NNODES": "1"},
         {**STEP, "SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},  # left over from another job
     ],
 )
 def test_one_of_several_processes_does_not_train_by_itself(sizes: dict[str, str]) -> None:
-    with pytest.raises(BadInputError, match=r"_?(SIZE|TASKS)=[24]: this is one of [24] processes"):
+    with pytest.raises(BadInputError):
         find_nodes(sizes, None, None, None, None)
     assert find_nodes(sizes, "1", None, None, None) is None
     assert find_nodes({**sizes, **mark_of_rank(sizes)}, None, None, None, None) is None
@@ -198,27 +187,20 @@ def test_one_of_several_processes_does_not_train_by_itself(sizes: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    "values", ["abc 2 0", "2 2 0", "0 0 0", "-1 2 0", "0 2 1", "1 2 ٣", "1  0", f"{'9' * 5000} 2 0"]
-)
-def test_numbers_that_no_rank_has_are_one_line(values: str) -> None:
-    rank, size, local = values.split(" ")
-    with pytest.raises(BadInputError, match=r"^RANK='.*no rank of a launch has these numbers") as raised:
-        is_rank({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local})
-    assert len(str(raised.value)) < 300
-
-
-@pytest.mark.parametrize(
     "odd",
-    ["LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=0", "MASTER_PORT=abc", "MASTER_PORT=0", "MASTER_PORT=65536"],
+    [
+        *("RANK=abc", "RANK=2", "RANK=-1", f"RANK={'9' * 5000}", "WORLD_SIZE=1", "LOCAL_RANK=٣"),
+        *("LOCAL_WORLD_SIZE=0", "MASTER_PORT=abc", "MASTER_PORT=65536"),
+    ],
 )
-def test_so_are_other_variables_of_a_rank(odd: str) -> None:
+def test_numbers_that_no_rank_has_are_one_line(odd: str) -> None:
     name, _, value = odd.partition("=")
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    with pytest.raises(BadInputError, match=rf"{name}='{value}': no rank of a launch has these numbers"):
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with refused(name) as raised:
         is_rank({**rank, name: value})
-    assert is_rank({**rank, name: "1024"})
+    assert len(str(raised.value)) < 300
     # One rank alone meets nobody.
-    assert is_rank({**rank, "WORLD_SIZE": "1", "MASTER_PORT": ""})
+    assert is_rank({**rank, "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": ""})
 
 
 def test_a_hook_that_calls_a_nodes_only_task_a_rank_is_not_believed() -> None:
@@ -239,42 +221,27 @@ def test_who_has_a_ranks_variables_from_that_rank_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "arguments", "words"),
+    ("environ", "arguments", "names"),
     [
-        ({}, ("x", None, None, None), "--nnodes x: give a number of nodes"),
-        ({}, ("0", None, None, None), "--nnodes 0: give a number of nodes"),
-        ({}, ("4:2", None, None, None), "--nnodes 4:2: a job has one number of nodes"),
-        ({}, ("2", None, "a", 1), "says 2 nodes, and nothing which one this is"),
-        ({}, (None, None, "a", None), "--master-addr is for several nodes: say how many by --nnodes"),
-        ({}, ("2", 2, "a", 1), "says 2 nodes, and '2' which one this is: give --node-rank"),
-        ({}, ("2", 0, None, None), "host '', port '29500' isn't where the ranks meet"),
-        ({}, ("2", 0, "a:29500", None), "host 'a:29500', port '29500' isn't where the ranks meet"),
-        ({}, ("2", 0, "a", 65536), "port '65536' isn't where the ranks meet"),
-        ({**PLAIN, "MASTER_PORT": "b"}, (None,) * 4, "port 'b' isn't where the ranks meet"),
-        ({**PLAIN, "NODE_RANK": "x"}, (None,) * 4, "NNODES says 4 nodes, and 'x' which one"),
-        (
-            {**PLAIN, "NODE_RANK": "9" * 5000},
-            (None,) * 4,
-            "NNODES says 4 nodes, and '99999999999999999999' wh",
-        ),
-        ({**PLAIN, "NODE_RANK": "٢"}, (None,) * 4, "NNODES says 4 nodes, and '٢' which one"),
-        ({**STEP, "SLURM_STEP_NODELIST": "n[a-b]"}, (None,) * 4, "host '', port"),
+        ({}, ("x", None, None, None), "--nnodes x"),
+        ({}, ("4:2", None, None, None), "--nnodes 4:2"),
+        ({}, ("2", None, "a", 1), "2"),
+        ({}, (None, None, "a", None), "--master-addr --nnodes"),
+        ({}, ("2", 2, "a", 1), "2 --node-rank"),
+        ({}, ("2", 0, None, None), "29500"),
+        ({}, ("2", 0, "a:29500", None), "a:29500 29500"),
+        ({}, ("2", 0, "a", 65536), "65536"),
+        ({**PLAIN, "NODE_RANK": "9" * 5000}, (None,) * 4, "NNODES 4"),
+        ({**PLAIN, "NODE_RANK": "٢"}, (None,) * 4, "NNODES 4 ٢"),
+        ({**STEP, "SLURM_STEP_NODELIST": "n[a-b]"}, (None,) * 4, ""),
     ],
 )
 def test_what_is_missing_or_impossible_is_one_line(
-    environ: dict[str, str], arguments: tuple[str | None, int | None, str | None, int | None], words: str
+    environ: dict[str, str], arguments: tuple[str | None, int | None, str | None, int | None], names: str
 ) -> None:
-    with pytest.raises(BadInputError) as raised:
+    with refused(names) as raised:
         find_nodes(environ, *arguments)
-    assert words in str(raised.value)
-
-
-@pytest.mark.parametrize("address", ["fe80::1", "[fe80::1]"])
-def test_an_address_may_be_of_ipv6(address: str) -> None:
-    for port in (None, 1234):
-        found = _found({}, "2", 0, address, port)
-        assert found is not None
-        assert found[2:] == ("fe80::1", port or 29500)
+    assert len(str(raised.value)) < 500
 
 
 @given(
@@ -299,17 +266,6 @@ def test_node_lists_are_expanded(groups: list[tuple[str, list[tuple[int, int]], 
     assert expand(",".join(parts)) == wanted
 
 
-@pytest.mark.skipif(not shutil.which("scontrol"), reason="no Slurm here to compare with")
-@pytest.mark.parametrize("text", ["n1", "n[1-3,07],m4", "a[1-2]b[01-03],c", "gpu-[001-003],x9"])
-def test_slurm_expands_them_alike(text: str) -> None:
-    told = subprocess.run(
-        ["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=False
-    )
-    if told.returncode:
-        pytest.skip(f"scontrol can't say: {told.stderr.strip()}")
-    assert told.stdout.split() == expand(text)
-
-
 def test_ranks_are_numbered_through_the_nodes() -> None:
     groups = [
         WorkerGroup(SignalReceiver(), 2, 1.0, Meeting(Nodes(3, number, "a", 1), 2, {}, 1.0))
@@ -317,17 +273,6 @@ def test_ranks_are_numbered_through_the_nodes() -> None:
     ]
     assert [list(one.ranks) for one in groups] == [[0, 1], [2, 3], [4, 5]]
     assert {one.world for one in groups} == {6}
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.1") == ""
-
-
-def test_ranks_of_one_host_meet_at_an_address_and_not_at_a_name() -> None:
-    """A container whose packets are counted shows it whole (tests/container/test_network.py)."""
-    assert "--master-addr=127.0.0.1" in launch._alone()
-    assert "--local-addr=127.0.0.1" in launch._alone()
 
 
 def test_gloo_is_given_the_loopback_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +283,7 @@ def test_gloo_is_given_the_loopback_unless_the_user_chose(monkeypatch: pytest.Mo
     assert gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert gloo_interface("203.0.113.1") == {}
-    for odd in ("^lo", "no-such0", "lo,no-such0", "=lo"):
+    for odd in ("^lo", "lo,no-such0"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", odd)
-        with pytest.raises(BadInputError, match=f"{re.escape(odd)}: .* is no interface of this host \\(.*lo"):
+        with refused(odd):
             gloo_interface("127.0.0.1")

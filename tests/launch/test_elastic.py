@@ -54,16 +54,6 @@ loop.train_step = held
 """
 
 
-BROKEN = """
-import os
-def broken(run, batches, step):
-    if step == 25 and os.environ["RANK"] == "1":
-        raise ValueError("broken")
-    held(run, batches, step)
-loop.train_step = broken
-"""
-
-
 class Nodes:
     """Launchers, one on each host."""
 
@@ -132,11 +122,3 @@ def test_a_job_that_loses_a_node_goes_on_with_the_others(nodes: Nodes, tmp_path:
     assert whole.returncode == 0, whole.stderr
     weights = [folder / "model.safetensors" for folder in (nodes.run, tmp_path / "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_a_fault_of_one_node_is_no_requeue_on_any(nodes: Nodes, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(f"{HOLD.format(folder=str(tmp_path))}{BROKEN}")
-    both = nodes.start(0), nodes.start(1)
-    assert [process.wait(SECONDS) for process in both] == [1, 1], nodes.log()
-    assert named(nodes.log(0), "rank 1 ValueError: broken")
-    assert named(nodes.log(1), "ValueError: broken")

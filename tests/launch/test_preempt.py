@@ -2,33 +2,12 @@
 
 import os
 import signal
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from trainer.launch import signals
 from trainer.launch.signals import SignalReceiver
-from trainer.launch.worker import Worker, requested
-
-
-def _ends_as(become_a_rank: bool) -> int:
-    """The exit code of a child of a rank that gets SIGTERM; 0 if it noted it."""
-    child = os.fork()
-    if child == 0:
-        with Worker() if become_a_rank else nullcontext():
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0 if requested() is signal.SIGTERM else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.parametrize(("become_a_rank", "code"), [(False, -signal.SIGTERM), (True, 0)])
-def test_a_child_of_a_rank_dies_of_sigterm_unless_it_becomes_one(become_a_rank: bool, code: int) -> None:
-    rank = os.fork()  # so that this process keeps its own handlers
-    if rank == 0:
-        with Worker():
-            os._exit(_ends_as(become_a_rank) % 256)
-    assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == code % 256
 
 
 def test_the_launcher_notes_each_signal_once_and_every_ctrl_c() -> None:

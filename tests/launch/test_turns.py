@@ -49,12 +49,6 @@ def test_a_message_comes_as_it_was_told_and_all_wait_for_all() -> None:
     assert order == ["prepared", "heard", "heard"]
 
 
-def test_a_rank_alone_waits_for_nobody() -> None:
-    alone = Turns(RankPlace(0, 1, 0, 1), None)
-    say_to_all(alone, "prepared", {})
-    wait_for_all(alone, 0.0)
-
-
 def test_who_refuses_tells_all_and_stays_until_they_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.distributed import turns as module
 

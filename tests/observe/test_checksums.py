@@ -23,9 +23,6 @@ from trainer.observe.checksums import (
 )
 from trainer.rng import Purpose, key, keys
 
-SIZES = [(), (1,), (7,), (3, 1023), (3 * 8192 + 5,), (40, 30, 3, 3)]
-TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
-
 
 def holding(*tensors: torch.Tensor) -> nn.Module:
     module = nn.Module()
@@ -39,8 +36,17 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float32, ()),
+        (torch.bfloat16, (7,)),
+        (torch.bool, (7,)),
+        (torch.uint8, (3, 1023)),
+        (torch.float32, (3 * 8192 + 5,)),
+        (torch.float64, (40, 30, 3, 3)),
+    ],
+)
 def test_any_flipped_bit_is_seen_and_where(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     random = np.random.default_rng(0)
     one, other = (torch.zeros(size).normal_().to(dtype).contiguous() for _ in range(2))
@@ -74,59 +80,26 @@ def test_changes_that_add_up_to_nothing_are_seen() -> None:
     assert fingerprints_of(holding(swapped))().item() != before
 
 
-def signed(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def mixed(word: int, place: int) -> int:
-    word = signed(word + (key(Purpose.FINGERPRINT, 0, place) | 1))
-    word = signed((word ^ word >> 32) * 0xBF58476D1CE4E5B9)
-    return word ^ word >> 29
-
-
 def odd_keys(kind: int) -> Any:
     return keys(key(Purpose.FINGERPRINT, kind), np.arange(1024)) | np.uint64(1)
 
 
-def test_it_is_the_sum_that_is_described() -> None:
-    values = torch.randn(2 * 2048 + 3)
-    words = np.concatenate([values.numpy(), np.zeros(1, np.float32)]).view(np.int64).tolist()
-    each = list(zip(odd_keys(1).tolist(), odd_keys(2).tolist(), strict=True))
-    hashes = [
-        sum(word * one + (word >> 32) * other for word, (one, other) in zip(row, each, strict=True))
-        for row in (words[:1024], words[1024:2048])
-    ]
-    wanted = sum(mixed(word, place) for place, word in enumerate([*hashes, *words[2048:]]))
-    assert fingerprints_of(holding(values))().item() == signed(wanted)
-
-
-def rows_of_8_kib() -> torch.Tensor:
-    return torch.randn(40, 2048, generator=torch.Generator().manual_seed(3))
-
-
-ROWS = rows_of_8_kib()
-SAME_BITS_ELSEWHERE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+MOVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "negated": lambda x: -x,
-    "rows permuted": lambda x: x[torch.randperm(len(x))],
     "rows swapped": lambda x: x[[1, 0, *range(2, len(x))]],
     "columns permuted": lambda x: x[:, torch.randperm(x.shape[1])],
-    "elements permuted": lambda x: x.flatten()[torch.randperm(x.numel())].view(x.shape),
     "rolled": lambda x: x.flatten().roll(1).view(x.shape),
-    "turned round": lambda x: x.flip(0),
     "halves of words swapped": lambda x: x.view(-1, 2).flip(1).reshape(x.shape),
     "a column negated": lambda x: torch.cat([-x[:, :1], x[:, 1:]], 1),
-    "a row negated": lambda x: torch.cat([-x[:1], x[1:]]),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("change", SAME_BITS_ELSEWHERE.values(), ids=SAME_BITS_ELSEWHERE)
+@pytest.mark.parametrize("size", [(40, 2048), (6, 20)], ids=str)
+@pytest.mark.parametrize("change", MOVED.values(), ids=MOVED)
 def test_what_is_negated_or_moved_is_seen(
-    change: Callable[[torch.Tensor], torch.Tensor], small: bool, dtype: torch.dtype
+    change: Callable[[torch.Tensor], torch.Tensor], size: tuple[int, int]
 ) -> None:
-    values = (ROWS[:6, :20] if small else ROWS).to(dtype).contiguous()
-    for one in (values, torch.eye(*values.shape, dtype=dtype) + 1, torch.ones_like(values)):
+    for one in (torch.randn(size), torch.randn(size).bfloat16(), torch.eye(*size) + 1, torch.ones(size)):
         other = change(one).contiguous()
         same = torch.equal(bits(one), bits(other))
         assert (fingerprints_of(holding(one))().item() == fingerprints_of(holding(other))().item()) is same
@@ -218,20 +191,14 @@ RUN = [row(2), row(4), row(4, "eval"), row(6)]
     ("again", "found"),
     [
         (RUN, None),
-        (RUN[::-1], None),
         ([*RUN, row(8)], FirstDifference(8, 6, [("row of train metrics", "missing", "there")], [], 0)),
         ([row(2), row(4, a="0", b="1"), *RUN[2:]], FirstDifference(4, 2, [], ["b"], 2)),
         ([row(2, loss="1.6"), *RUN[1:]], FirstDifference(2, 0, [("loss", "1.5", "1.6")], [], 2)),
-        (
-            [row(2), row(4), row(4, "eval", "2"), row(6, b="7", a="1")],
-            FirstDifference(4, 2, [("loss", "1.5", "2")], [], 2),
-        ),
         (
             [row(2), row(4, a="9", b="0"), row(4, "eval", "2"), row(6)],
             FirstDifference(4, 2, [("loss", "1.5", "2")], ["a"], 2),
         ),
         (RUN[:3], FirstDifference(6, 4, [("row of train metrics", "there", "missing")], [], 0)),
-        ([*RUN[:3], row(6, a="0")], FirstDifference(6, 4, [], ["b"], 2)),
         ([*RUN[:3], row(6, a="0", b="0", c="0")], FirstDifference(6, 4, [], ["c"], 3)),
     ],
 )

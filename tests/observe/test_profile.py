@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from trainer.config.recipe_file import load_recipe
 from trainer.launch.launcher import Launched
 from trainer.observe import phases, profile as profile_module
 from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
-from trainer.observe.profile import TRACE, Profile, _by_module, _operators
+from trainer.observe.profile import TRACE, Profile
 from trainer.train.request import Request, from_json
 from trainer.train.start import job as starting
 
@@ -107,22 +106,6 @@ def test_the_trace_holds_phases_and_modules(tmp_path: Path) -> None:
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
 
 
-def test_ranges_lie_in_one_another(tmp_path: Path) -> None:
-    """What overlaps without lying inside can't be drawn."""
-    profiled(tmp_path)
-    ours = [
-        event
-        for event in read_checksums(tmp_path)
-        if event.get("ph") == "X" and event["name"].startswith(("phase/", "module/", "ProfilerStep#"))
-    ]
-    assert len(ours) > 20
-    for one in ours:
-        for other in ours:
-            begins, ends = other["ts"], other["ts"] + other["dur"]
-            if one["ts"] < begins < one["ts"] + one["dur"]:
-                assert ends <= one["ts"] + one["dur"] + 1e-3, (one["name"], other["name"])
-
-
 def table(text: str, title: str) -> dict[str, list[str]]:
     part = next(part for part in text.split("\n\n") if part.startswith(title))
     return {row.split("  ")[0]: row.split("  ", 1)[1].split() for row in part.splitlines()[1:]}
@@ -133,13 +116,8 @@ def test_the_text_names_operators_and_modules(tmp_path: Path) -> None:
     operators = table(text, "operator")
     assert len(operators) == 20
     assert "aten::mm" in operators
-    own = [float(cell[:-1]) for row in operators.values() for cell in row if cell.endswith("%")]
-    assert own == sorted(own, reverse=True)
-    assert any("conv" in name for name in operators)
     assert not any(name.startswith(("module/", "phase/")) for name in operators)
     modules = table(text, "module")
-    whole = [float(row[1]) for row in modules.values()]
-    assert whole == sorted(whole, reverse=True)
     assert set(modules) == {
         "stem (Conv2d)",
         "slow (Slow)",
@@ -152,50 +130,6 @@ def test_the_text_names_operators_and_modules(tmp_path: Path) -> None:
         assert float(total) == pytest.approx(float(forward) + float(backward), abs=0.02)
     assert float(modules["slow (Slow)"][3]) > 0  # backward, too
     assert f"trace: {tmp_path / TRACE}" in text
-
-
-class Event:
-    """One of the profiler's, on a GPU."""
-
-    device_type = SimpleNamespace(name="CPU")
-    cpu_time_total = self_cpu_time_total = 1.0
-
-    def __init__(
-        self, name: str, *below: "Event", number: int = -1, start: int = 0, **kernels: float
-    ) -> None:
-        self.name, self.sequence_nr, self.cpu_children = name, number, list(below)
-        self.time_range = SimpleNamespace(start=start)
-        self.cpu_parent: Event | None = None
-        self.kernels = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels.items()]
-        for child in below:
-            child.cpu_parent = self
-
-    def all(self) -> list["Event"]:
-        return [self, *(event for child in self.cpu_children for event in child.all())]
-
-
-def test_on_a_gpu_kernels_count_where_they_were_started() -> None:
-    """Its clock counts; a range's own shadow there doesn't; backward goes to who made the node."""
-    convolution = Event(
-        "aten::conv2d", Event("aten::cudnn", number=7, start=3, sgemm=3000), number=7, start=2
-    )
-    stem = Event("module/stem", convolution, start=1, **{"module/stem": 9000})
-    other = Event("module/blocks", Event("aten::relu", number=8, start=5, relu=500), start=4)
-    back = Event(
-        "autograd::engine::evaluate_function: ConvBackward", Event("dgrad", wgrad=4000, start=9), number=7
-    )
-    events = [event for one in (stem, other, back) for event in one.all()]
-    modules = table(_by_module(events, True, dict(make_net().named_modules())), "module")
-    assert modules == {
-        "stem (Conv2d)": ["1", "7.00", "3.00", "4.00"],
-        "blocks (Sequential)": ["1", "0.50", "0.50", "0.00"],
-    }
-    operators = table(_operators(events, True), "operator")
-    assert [(name, row[2]) for name, row in operators.items()][:3] == [
-        ("dgrad", "4.00"),
-        ("aten::cudnn", "3.00"),
-        ("aten::relu", "0.50"),
-    ]
 
 
 def test_the_run_stays_as_it_is(tmp_path: Path) -> None:
@@ -245,7 +179,7 @@ def test_it_does_nothing_outside_its_steps(tmp_path: Path) -> None:
     assert calls == ["step_done"] * 100 + [test_it_does_nothing_outside_its_steps.__name__]  # setprofile
 
 
-@pytest.mark.parametrize(("flag", "kind"), [("--profile", "torch"), ("--nvtx", "nvtx"), (None, None)])
+@pytest.mark.parametrize(("flag", "kind"), [("--profile", "torch"), (None, None)])
 def test_the_flag_reaches_the_ranks(
     flag: str | None, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

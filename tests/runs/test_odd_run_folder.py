@@ -2,10 +2,8 @@
 
 import errno
 import json
-import math
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from trainer import cli
 from trainer.errors import BadInputError
 from trainer.host.disks import Mount
 from trainer.runs.folder import claim_folder, new_folder
-from trainer.runs.manifest import read_stored
 from trainer.train.start import job as start
 
 # Files of ours that say something odd.
@@ -41,16 +38,8 @@ def halve(tensors: dict[str, torch.Tensor]) -> None:
 
 
 ODD_CHECKPOINTS = {
-    "row": (with_state(row=-1), "row: Input should be greater"),
     "row far": (with_state(row=500), "speaks of later ones"),
     "losses": (with_state(losses=["x"]), "losses.0"),
-    "no losses": (with_state(losses=[]), "losses: "),
-    "seconds": (with_state(seconds="1e999"), "seconds: "),
-    "samples": (with_state(samples=10**60), "samples: "),
-    "metrics": (with_state(metrics=[1]), "metrics: "),
-    "best": (with_state(best=[1.0]), "best"),
-    "best inf": (with_state(best=["inf", 6]), "best"),
-    "best far": (with_state(best=[1.0, 60]), "speaks of later ones"),
     "updates": (with_tensors("optimizer", lambda t: t["updates"].add_(10**6)), "more updates were applied"),
     "dtype": (with_tensors("model", halve), "isn't the same in the checkpoint"),
     "slot": (with_tensors("optimizer", lambda t: t.update({"stem.weight/x": torch.ones(1)})), "isn't"),
@@ -68,52 +57,20 @@ def test_an_odd_checkpoint_is_one_line(
     assert "step-00000008: isn't a checkpoint of this run" in refused.line and said in refused.line
 
 
-ODD_MANIFESTS: dict[str, dict[str, Any]] = {
-    "config list": {"config": []},
-    "config null": {"config": None},
-    "a section": {"config": {"parallel": 5}},
-    "no section": {"config": {"data": None}},
-    "no threads": {"threads": 0},
-    "many threads": {"threads": 10**30},
-    "device": {"device": {"kind": "tpu"}},
-    "status": {"status": "fine"},
-    "world": {"world_size": True},
-    "fingerprint": {"fingerprint": [1]},
-    "infinity": {"x": math.inf},
-}
-
-
-def test_an_odd_manifest_is_one_line(tmp_path: Path, stopped: Path) -> None:
-    file, manifest = tmp_path / "manifest.json", json.loads((stopped / "manifest.json").read_text())
-    file.write_text(json.dumps({**manifest, "more": 1}))
-    assert read_stored(tmp_path) is not None
-    odd = [json.dumps({**manifest, **change}) for change in ODD_MANIFESTS.values()]
-    for text in ("", "[]", "{", '{"config": 1}', "[" * 100_000, *odd):
-        file.write_text(text)
-        with pytest.raises(BadInputError, match="can't be read as a run's manifest"):
-            read_stored(tmp_path)
-
-
 def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
     """Its losses and metrics aren't finite, for which JSON has no word."""
-    folder, other = tmp_path / "run", tmp_path / "other"
-    recipe = small(
-        optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "to": ["csv"]}, anomaly={"nonfinite": "off"}
-    )
-    assert attempt(other, recipe).code == 1
+    folder = tmp_path / "run"
+    recipe = small(optim={"name": "sgd", "lr": 1e30}, log={"every": 16}, anomaly={"nonfinite": "off"})
     assert attempt(folder, recipe, stop_at=12).code == 75
     state = json.loads((folder / "checkpoints" / "step-00000012" / "state.json").read_text())["state"]
     assert state["losses"] == ["nan"]
     assert attempt(folder, recipe).code == 1
-    assert (folder / "train.csv").read_text().split(",")[2] == (other / "train.csv").read_text().split(",")[2]
     again = attempt(folder, recipe)
     assert again.code == 1 and "is diverged already" in again.said
 
 
 FORCED: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer": ({"optim": {"name": "sgd"}}, "optimizer: .* isn't what SGD keeps"),
-    "muon": ({"optim": {"name": "muon"}}, "optimizer: .* isn't what Muon keeps"),
-    "as short": ({"max_steps": 8}, "nothing is left to train; raise epochs or max_steps"),
     "shorter": ({"max_steps": 3}, "nothing is left to train"),
     "no average": ({"ema": {"decay": 0.0}}, "isn't the same"),
 }
@@ -129,37 +86,6 @@ def test_what_cannot_be_forced_is_one_line(
     assert (refused.code, refused.said) == (2, "")
     assert re.search(said, refused.line)
     assert (folder / "manifest.json").read_text() == before
-
-
-def test_from_sgd_to_adamw_is_one_line(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert attempt(folder, small(optim={"name": "sgd"}), stop_at=4).code == 75
-    refused = attempt(folder, small(), "force")
-    assert refused.code == 2 and "momentum_buffer isn't what AdamW keeps" in refused.line
-
-
-def a_file(path: Path) -> None:
-    shutil.rmtree(path)
-    path.touch()
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("checkpoints", a_file), ("config.yaml", a_folder), ("metrics.jsonl", a_folder), (".lock", a_folder)],
-)
-def test_odd_things_in_a_run_folder_are_one_line(
-    tmp_path: Path, stopped: Path, name: str, change: Callable[[Path], None]
-) -> None:
-    folder = changed(tmp_path / "run", stopped)
-    change(folder / name)
-    refused = attempt(folder)
-    assert (refused.code, refused.said) == (2, "")
-    assert str(folder) in refused.line
 
 
 def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
@@ -193,7 +119,7 @@ def test_a_link_to_nowhere_is_called_that(tmp_path: Path) -> None:
     assert new_folder(runs, "digits", small()).parent == runs
 
 
-@pytest.mark.parametrize("how", ["container layer", "bind mount", "volume", "mount"])
+@pytest.mark.parametrize("how", ["container layer", "bind mount"])
 def test_a_run_that_goes_with_its_container_says_so_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -204,6 +130,5 @@ def test_a_run_that_goes_with_its_container_says_so_at_once(
         with pytest.raises(AssertionError):  # the ranks would train
             cli.main(["train", "digits", *words])
         name = Path(folder).name
-        told = f"{folder} lies in the container itself and goes with it: mkdir -p {name} && docker run "
-        told += f'-u "$(id -u):$(id -g)" -v "$PWD"/{name}:{tmp_path}/{folder} keeps it'
+        told = f'docker run -u "$(id -u):$(id -g)" -v "$PWD"/{name}:{tmp_path}/{folder} '
         assert (told in capsys.readouterr().err) == (how == "container layer")

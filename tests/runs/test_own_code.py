@@ -46,7 +46,6 @@ NET = "def square(x):\n    return x * x\n"
 OTHER = (
     "class Other(Toy):\n    def loss(self, model, batch):\n        return 2 * super().loss(model, batch)\n"
 )
-SMALL = ["max_steps=2", "parallel.threads=1", "data={global_batch_size: 8, micro_batch_size: 8}"]
 
 
 @pytest.fixture
@@ -92,19 +91,17 @@ def test_each_command_prints_the_one_that_names_the_code_and_that_one_works(
         assert cli.main([*command, str(run)]) == 0
     assert not ran.exists()
     (code / "task.py").write_text(TASK + "# a comment is no other task\n")
-    for name, words in COMMANDS.items():
-        capsys.readouterr()
-        given = [str(run) if word == "RUN" else word for word in words]
-        given += ["--force"] * name.startswith("export")
-        assert cli.main(given) == 2
-        assert cli.main(printed(capsys.readouterr().err)) == 0, capsys.readouterr()
-    (code / "net.py").write_text(NET.replace("x * x", "3 * x"))
-    for name in ("evaluate", "predict", "export", "verify", "resume"):
+    changed = NET.replace("x * x", "3 * x")
+    for name in ("evaluate", "resume"):
         given = [str(run) if word == "RUN" else word for word in COMMANDS[name]]
-        given += {"export": ["--force"], "resume": ["max_steps=6"]}.get(name, [])
         capsys.readouterr()
-        assert cli.main([*given, "--task", "task.py"]) == 2
+        assert cli.main(given) == 2
+        works = printed(capsys.readouterr().err)
+        (code / "net.py").write_text(changed)
+        assert cli.main(works) == 2
         refusal(2, capsys.readouterr().err, "function net.square")
+        (code / "net.py").write_text(NET)
+        assert cli.main(works) == 0, capsys.readouterr()
 
 
 def test_a_notebooks_class_goes_on_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,34 +112,31 @@ def test_a_notebooks_class_goes_on_from_a_file(code: Path, capsys: pytest.Captur
     assert cli.main(["evaluate", "run"]) == 2
     assert printed(refusal(2, capsys.readouterr().err, "run")) == ["evaluate", "run", "--task", "FILE.py:Toy"]
     (code / "cell.py").write_text((code / "cell.py").read_text() + OTHER)
-    for words in (["evaluate", "run"], ["verify", "run"], ["train", "--resume", "run", "max_steps=4"]):
-        assert cli.main([*words, "--task", "cell.py:Toy"]) == 0, capsys.readouterr()
+    assert cli.main(["train", "--resume", "run", "max_steps=4", "--task", "cell.py:Toy"]) == 0
     assert json.loads((code / "run" / "manifest.json").read_text())["steps_done"] == 4
     capsys.readouterr()
-    for words in (["evaluate", "run"], ["train", "--resume", "run", "max_steps=6"]):
-        assert cli.main([*words, "--task", "cell.py:Other"]) == 2
-        refusal(2, capsys.readouterr().err, "method loss")
+    assert cli.main(["evaluate", "run", "--task", "cell.py:Other"]) == 2
+    refusal(2, capsys.readouterr().err, "method loss")
 
 
 def test_a_class_of_several_is_named(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("both.py", "both.py:Absent", "both.py:"):
         assert cli.main(["train", name, "--out", "none"]) == 2
         refusal(2, capsys.readouterr().err, "both.py", folder=code / "none")
-    assert cli.main(["train", "both.py:Other", *SMALL, "--out", "run"]) == 0
+    fit("both.py:Other", {"max_steps": 2, "parallel.threads": 1}, out="run")
     assert open_run(Path("run"), ["task=both.py:Other"]).recipe.task == "both.py:Other"
     with refused("run", "method loss"):
         open_run(Path("run"), ["task=both.py:Toy"])
 
 
 def test_hooks_and_sinks_of_a_run_are_named_again(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["hooks.use=[own.py:Hook]", "log.to=[jsonl, 'own.py:sink']"]
-    assert cli.main(["train", "digits", *SMALL, *own, "--out", "run"]) == 0
+    both = {"hooks.use": ["own.py:Hook"], "log.to": ["jsonl", "own.py:sink"]}
+    fit("task.py", {"max_steps": 2, "parallel.threads": 1, **both}, out="run")
     for name in ("hooked", "sunk"):
         (code / name).unlink()
-    for words in (["evaluate", "run"], ["export", "run", "--to", "safetensors"], ["verify", "run"]):
-        assert cli.main(words) == 0, capsys.readouterr()
+    assert cli.main(["evaluate", "run", "--task", "task.py"]) == 0, capsys.readouterr()
     capsys.readouterr()
-    assert cli.main(["train", "--resume", "run", "max_steps=4", own[0]]) == 2
+    assert cli.main(["train", "--resume", "run", "max_steps=4", "hooks.use=[own.py:Hook]"]) == 2
     assert printed(capsys.readouterr().err)[-1] == 'log.to=["jsonl", "own.py:sink"]'
     assert cli.main(["train", "--resume", "run", "max_steps=4"]) == 2
     assert not (code / "hooked").exists() and not (code / "sunk").exists()
@@ -180,11 +174,7 @@ def test_a_recipe_in_a_run_folder_is_its_senders(tmp_path: Path, capsys: pytest.
 
 
 def test_words_of_a_stranger_are_quoted(tmp_path: Path) -> None:
-    for task, shown in {
-        "a'; rm -rf x.py": "a'; rm -rf x.py",
-        "a\nb.py": "FILE",
-        "a\x1b[2J.py": "FILE",
-    }.items():
+    for task, shown in {"a'; rm -rf x.py": "a'; rm -rf x.py", "a\x1b[2J.py": "FILE"}.items():
         (tmp_path / "manifest.json").write_text("{}")
         (tmp_path / "config.yaml").write_text(json.dumps({"task": task}))
         with pytest.raises(UnnamedCodeError) as found:
@@ -196,9 +186,6 @@ def test_a_file_that_changes_while_it_is_imported_is_refused(code: Path) -> None
     write = "open({0!r}, 'a').write('# more\\n')\n"
     (code / "task.py").write_text(write.format(str(code / "net.py")) + TASK)
     with refused("task.py", "net.py"):
-        custom_task("task.py")
-    (code / "task.py").write_text(write.format(str(code / "task.py")) + TASK)
-    with refused("task.py"):
         custom_task("task.py")
     (code / "task.py").write_text(TASK)
     assert len(custom_task("task.py").source_hash) == 16
@@ -219,10 +206,7 @@ def test_under_another_python_the_files_are_compared(code: Path) -> None:
 
 
 def test_a_flag_that_went_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("train", "evaluate", "predict", "export", "verify"):
+    for words in (["--trust"], ["--task", "task.txt"]):
         with pytest.raises(SystemExit) as ended:
-            cli.main([command, "runs/mine", "--trust", *(["--to", "onnx"] if command == "export" else [])])
+            cli.main(["evaluate", "runs/mine", *words])
         assert ended.value.code == 2 and "--task" in capsys.readouterr().err
-    for word in ("", "task.txt", "digits"):
-        with pytest.raises(SystemExit):
-            cli.main(["evaluate", "runs/mine", "--task", word])

@@ -29,21 +29,10 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["evaluate", "RUN"],
-        ["report", "RUN", "--out", "NEW.html"],
-        ["export", "RUN", "--to", "safetensors", "--out", "NEW"],
-        ["runs", "RUN/.."],
-    ],
-)
-def test_it_is_read(words: list[str], old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = {"RUN": str(old), "NEW": str(tmp_path / "new")}
-    for name, place in places.items():
-        words = [word.replace(name, place) for word in words]
-    assert main(words) == 0
-    assert "config" not in capsys.readouterr().err
+def test_it_is_read(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["evaluate"], ["report", "--out", str(tmp_path / "new.html")]):
+        assert main([words[0], str(old), *words[1:]]) == 0
+        assert "config" not in capsys.readouterr().err
 
 
 def test_a_new_run_begins_from_it(old: Path, tmp_path: Path) -> None:
@@ -53,7 +42,7 @@ def test_a_new_run_begins_from_it(old: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["train", "--resume"], ["train", "--resume=force", "--set=max_steps=99", "digits", "--out"], ["verify"]],
+    [["train", "--resume=force", "--set=max_steps=99", "digits", "--out"], ["verify"]],
 )
 def test_it_is_not_gone_on_with(words: list[str], old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (old / "manifest.json").read_bytes()
@@ -71,11 +60,8 @@ def test_checkpoints_elsewhere_are_refused_with_what_to_do(
     shutil.move(run / "checkpoints", place)
     (place / "run.json").write_text("{}")
     (run / "checkpoints").symlink_to(place)
-    evaluate, new = (
-        ["evaluate", str(run), "--checkpoint", "last"],
-        ["train", "digits", "--out", str(tmp_path / "new")],
-    )
-    for words in (evaluate, ["runs", str(run)], [*new, "--init-from", str(run)]):
+    evaluate = ["evaluate", str(run), "--checkpoint", "last"]
+    for words in (evaluate, ["runs", str(run)]):
         assert main(words) == 2
         refusal(2, capsys.readouterr().err, run / "checkpoints", place)
     assert main(["report", str(run)]) == 0

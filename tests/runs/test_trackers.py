@@ -27,7 +27,7 @@ from tests.chaos import ending
 from tests.helpers import plugged, preloaded
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.plugged import patiently, waiting
-from tests.helpers.refusals import named
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import before_each_step_ends
 from tests.helpers.waiting import SECONDS, until, until_gone
@@ -35,7 +35,7 @@ from trainer.config.redact import redact_text
 from trainer.config.section import validated
 from trainer.config.training import LogConfig
 from trainer.errors import EXIT_REQUEUE, BadInputError
-from trainer.runs.tracking import feed
+from trainer.runs.tracking import feed, tracker
 from trainer.runs.tracking.tracker import check_reachable, metrics_of
 from trainer.train import outputs
 from trainer.train.components.task import check_request, make_task
@@ -143,42 +143,15 @@ def test_the_manifest_knows_the_id(told: Any, tmp_path: Path) -> None:
     assert [event[2] for event in told("close")] == ["stopped", "finished"]
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("closed", "closed: ConnectionError: nobody is at http://***@host; its records may be lost"),
-        ("refusing", "refusing: PermissionError: no; its records may be lost"),
-        ("hanging", "hanging: "),
-    ],
-)
-def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path, name: str, line: str) -> None:
-    def wait_for_it(done: int) -> None:
-        if done == 5 and name == "hanging":
-            until(lambda: told("hangs"))
-
-    def before() -> None:
-        waiting(0.5 if name == "hanging" else SECONDS)
-        before_each_step_ends(wait_for_it)
-
+def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = attempt(run, small(**logged(name)), before=before)
+    done = attempt(run, small(**logged("closed")), before=patiently)
     assert done.code == 0, done.said
-    assert line in done.said
-    assert done.said.count(f"trainer: {name}: ") <= 2, "why, and how many rows"
+    assert not told("close")
+    assert named(done.said, "closed ConnectionError") and "hunter2" not in done.said
     rows = len(read_rows(run, ()))
-    assert f"trainer: {name}: {rows} of {rows} records didn't reach it" in done.said
+    assert named(done.said, f"closed {rows} of {rows}")
     assert manifest(run)["status"] == "finished"
-
-
-@pytest.mark.usefixtures("told")
-def test_a_stop_is_not_delayed_by_one_that_hangs(tmp_path: Path) -> None:
-    """Only the bound of a stop is short here."""
-    run = tmp_path / "run"
-    stopped = attempt(
-        run, small(**logged("hanging")), stop_at=7, before=lambda: replace(feed, "_LEAVE_S", 0.5)
-    )
-    assert stopped.code == EXIT_REQUEUE, stopped.said
-    assert "the same command resumes from there" in stopped.said
 
 
 class Held:
@@ -235,7 +208,7 @@ def test_a_server_that_answers_later_gets_what_waited(
     assert capfd.readouterr().err.count("\n") == 1, "one warning, and none of lost rows"
 
 
-@pytest.mark.parametrize("text", ["[]", "5", '{"train": "x"}', '{"train": []}', "null"])
+@pytest.mark.parametrize("text", ["[]", '{"train": "x"}'])
 def test_a_file_that_is_odd_says_nothing_of_what_was_sent(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tracker.json"
     file.write_text(f'{{"id": "id", "rows": 3, "steps": {text}}}')
@@ -262,9 +235,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("order", [("wandb", "mlflow"), ("mlflow", "wandb")])
 def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
-    tmp_path: Path, silent: socket.socket, order: tuple[str, str]
+    tmp_path: Path, silent: socket.socket
 ) -> None:
     """Also where the run is stopped while they begin."""
 
@@ -280,12 +252,12 @@ def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
         begins()
         before_each_step_ends(asked)
 
-    run, plain = tmp_path / "run", tmp_path / "plain"
-    stopped = attempt(run, small(**logged(*order)), stop_at=1, before=begins)
+    run, plain, both = tmp_path / "run", tmp_path / "plain", ("wandb", "mlflow")
+    stopped = attempt(run, small(**logged(*both)), stop_at=1, before=begins)
     assert stopped.code == EXIT_REQUEUE, stopped.said
-    done = attempt(run, small(**logged(*order)), before=before)
+    done = attempt(run, small(**logged(*both)), before=before)
     assert done.code == 0, done.said
-    assert all(named(done.said, f"{name} records") for name in order), done.said
+    assert all(named(done.said, f"{name} records") for name in both), done.said
     assert attempt(plain, small(**logged())).code == 0
     assert ending(run).weights == ending(plain).weights
 
@@ -466,78 +438,63 @@ def test_mlflow_server(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.usefixtures("alone")
-def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:
+def test_mlflow_gets_the_records_at_once_or_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the run folder; then by the example's program, to another store."""
     if find_spec("mlflow") is None:
         pytest.skip("mlflow is not installed")
     run = tmp_path / "run"
     done = attempt(run, small(**logged("mlflow")), before=patiently)
     assert done.code == 0, done.said
     (id_,) = manifest(run)["trackers"].values()
-    (losses,) = (run / "mlflow").glob(f"*/{id_}/metrics/train/loss")
-    got = [line.split()[1:] for line in losses.read_text().splitlines()]
-    assert [(float(value), int(step)) for value, step in got] == [
-        (row["loss"], row["step"]) for row in read_rows(run, ("train",))
-    ]
+    (run / "manifest.json").write_text(json.dumps({**manifest(run), "trackers": {}}))
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    script = Path(__file__).parents[2] / "examples/send-records/send.py"
+    sent = preloaded.run([sys.executable, str(script), str(run), "mlflow"], cwd=tmp_path, env={**os.environ})
+    assert sent.returncode == 0, sent.stderr
+    wanted = [(row["step"], row["loss"]) for row in read_rows(run, ("train",))]
+    for place, name in ((run / "mlflow", id_), (tmp_path / "store", "*")):
+        (losses,) = place.glob(f"*/{name}/metrics/train/loss")
+        got = [line.split()[1:] for line in losses.read_text().splitlines()]
+        assert [(int(step), float(value)) for value, step in got] == wanted
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("lacking", "lacking (plugged_sinks:Lacking) has no open, close; a tracker has open, log, close"),
-        ("number", "number (plugged_sinks:number) is a int; a sink is a function of a record"),
-        ("gone", "gone (plugged_nowhere:send) can't be loaded (ModuleNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize("name", ["lacking", "number", "gone"])
 @pytest.mark.usefixtures("told")
-def test_what_is_neither(name: str, line: str) -> None:
+def test_what_is_neither(name: str) -> None:
     recipe = small(**logged(name))
-    with pytest.raises(BadInputError) as refused:
+    with refused("log.to", name):
         check_request(recipe, make_task(recipe), 1)
-    assert f"log.to: {line}" in str(refused.value)
 
 
 @pytest.mark.usefixtures("told")
 def test_a_name_that_nobody_brings() -> None:
-    for word, meant in (("wandbb", "wandb"), ("mlfow", "mlflow"), ("watchin", "watching")):
-        with pytest.raises(BadInputError, match=f"did you mean '{meant}'"):
-            validated(LogConfig, {"to": [word]}, "here")
+    with refused("watchin", "watching"):
+        validated(LogConfig, {"to": ["watchin"]}, "here")
 
 
-def typed(folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    words = ["log.to=[jsonl, wandb, mlflow]", "max_steps=2", "--out", "run"]
-    return preloaded.run(
-        [sys.executable, "-m", "trainer", "train", "digits", *words],
-        cwd=folder,
-        env={**os.environ, **environment},
-    )
+def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small(**logged("wandb"))
+    monkeypatch.setattr(tracker, "find_spec", lambda _: None)
+    with refused("log.to", "wandb", "make"):
+        check_request(recipe, make_task(recipe), 1)
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_that_is_not_installed(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['wandb'] = None\n")
-    done = typed(tmp_path, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}")
-    assert done.returncode == 2, done.stderr
-    assert 'log.to=wandb: wandb is not installed; run make venv GROUPS="train wandb"' in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("wandb", "mlflow"):
         pytest.importorskip(module, reason=f"{module} is not installed")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and nobody listens there
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        done = typed(tmp_path, MLFLOW_TRACKING_URI=address)
-        assert done.returncode == 2, done.stderr
-        assert f"log.to=mlflow: {address} doesn't answer (" in done.stderr
-        assert not (tmp_path / "run").exists()
-        with pytest.raises(
-            BadInputError, match=r"WANDB_MODE=online, and http://127.0.0.1:\d+ doesn't answer"
-        ):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        ended = attempt(tmp_path / "run", small(**logged("mlflow")))
+        assert ended.code == 2 and named(ended.line, "log.to", "mlflow", address)
+        assert not (tmp_path / "run" / "manifest.json").exists()
+        with refused("WANDB_MODE", "online", address):
             check_reachable(["wandb"], {"WANDB_MODE": "online", "WANDB_BASE_URL": address})
-    with pytest.raises(BadInputError, match="WANDB_MODE=onlin is none of online, offline, disabled"):
+    with refused("WANDB_MODE", "onlin"):
         check_reachable(["wandb"], {"WANDB_MODE": "onlin"})
     check_reachable(["wandb", "jsonl"], {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": address})
 
@@ -572,19 +529,3 @@ def test_an_error_of_a_tracker_is_cut_after_its_secrets_went(
     made.close("finished")
     said = capfd.readouterr().err
     assert "hunter2" not in said and "***@host" in said
-
-
-@pytest.mark.usefixtures("alone")
-def test_records_can_be_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow", reason="mlflow is not installed")
-    run = tmp_path / "run"
-    assert attempt(run, small(**logged())).code == 0
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    script = Path(__file__).parents[2] / "examples/send-records/send.py"
-    done = preloaded.run([sys.executable, str(script), str(run), "mlflow"], cwd=tmp_path, env={**os.environ})
-    assert done.returncode == 0, done.stderr
-    (losses,) = (tmp_path / "store").glob("*/*/metrics/train/loss")
-    got = {int(line.split()[2]): float(line.split()[1]) for line in losses.read_text().splitlines()}
-    assert got == {row["step"]: row["loss"] for row in read_rows(run, ("train",))}
