@@ -103,10 +103,16 @@ def _seconds(file: Path) -> dict[str, float]:
 
 
 class _Recorder:
-    """Plugin of pytest that writes a line when a case begins and one when it fails."""
+    """Plugin of pytest: runs these cases alone; writes a line when one begins, and when it fails."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, cases: Sequence[str]) -> None:
         self._file = file.open("a", buffering=1)
+        self._places = {case: place for place, case in enumerate(cases)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self._places]
+        items.sort(key=lambda item: self._places[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._file.write(f"begins {nodeid}\n")
@@ -140,7 +146,8 @@ def _run(cases: Sequence[str], copy: Path, seconds: float, first: bool) -> tuple
             "not slow and not container",
             *(["-x"] if first else []),
         ]
-        pytest.main([*words, *cases], plugins=[_Recorder(told)])
+        files = dict.fromkeys(case.partition("::")[0] for case in cases)
+        pytest.main([*words, *filter(os.path.exists, files)], plugins=[_Recorder(told, cases)])
         os._exit(0)
     end, last, since = time.monotonic() + seconds, "", time.monotonic()
     while not os.waitpid(child, os.WNOHANG)[0]:
