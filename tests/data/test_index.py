@@ -1,7 +1,9 @@
 """Promise: an index gives what listing the set gives; it may lie anywhere, be shared, or be missing."""
 
+import errno
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import tarfile
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.image_folders import as_shards
+from tests.helpers.privileges import permissions_count
 from tests.helpers.refusals import refused
 from trainer import cli
 from trainer.config.data import DataConfig
@@ -256,3 +259,87 @@ def test_every_sample_of_loose_files_is_verified(
     assert cli.main(words) == 1
     out = capsys.readouterr().out
     assert f"{count - 2} of {count - 1}" in out and f"{max((root / 'val').rglob('*.jpg'))}" in out
+
+
+def test_a_full_cache_holds_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", full)
+        assert same(kept(tmp_path, ["x"], some), some())
+    assert not list(tmp_path.iterdir())
+    files = photographs_of(tmp_path / "d", 3)
+    monkeypatch.setattr(os, "pwrite", full)
+    records = in_folder(files)
+    records.keep_hashes(tmp_path / "hashes")
+    assert [records.read(sample) for sample in range(3)]
+
+
+def test_read_only_data_have_an_index(tmp_path: Path, indexes: Path) -> None:
+    table = large_table(tmp_path / "d")
+    photographs_of(tmp_path / "d" / "f", 3)
+    folders = [tmp_path / "d", tmp_path / "d" / "f", tmp_path / "d" / "f" / "a"]
+    for folder in folders:
+        folder.chmod(0o555)
+    with permissions_count():
+        with pytest.raises(PermissionError):
+            (tmp_path / "d" / "x").touch()
+        in_table(table, indexes=indexes)
+        records = in_folder(tmp_path / "d" / "f")
+        assert records.keep_hashes(None, make=True) and records.read(1)
+    for folder in folders:
+        folder.chmod(0o755)
+    assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
+
+
+def _start(folder: Path, indexes: Path, at: Any, to: Any) -> None:
+    at.wait()
+    records = in_tars(folder, indexes)
+    files = in_folder(folder.parent / "f")
+    files.keep_hashes(indexes)
+    to.put((records.fingerprint(), [bytes(files.read(sample)) for sample in range(len(files))]))
+
+
+def test_two_starters_make_one_index(photographs: Path, tmp_path: Path, indexes: Path) -> None:
+    (tmp_path / "t").mkdir()
+    folder = as_shards(photographs, tmp_path / "t")
+    photographs_of(tmp_path / "f", 20)
+    context = multiprocessing.get_context("fork")
+    at, to = context.Barrier(2), context.SimpleQueue()
+    starters = [context.Process(target=_start, args=(folder, indexes, at, to)) for _ in range(2)]
+    for starter in starters:
+        starter.start()
+    one, other = to.get(), to.get()
+    for starter in starters:
+        starter.join()
+    assert one == other and [starter.exitcode for starter in starters] == [0, 0]
+    assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
+    assert index.known_hashes(next(indexes.glob("*.hashes"))) == 20
+
+
+def test_hosts_share_an_index_wherever_the_data_are_mounted(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").mkdir()
+    as_shards(photographs, tmp_path / "one" / "..")
+    shared, places = tmp_path / "shared", [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+        for shard in tmp_path.glob("*.tar"):
+            shutil.copy2(shard, place)
+        large_table(place)
+        photographs_of(place / "f", 3)
+    first = (
+        facts(in_tars(places[0], shared))[:3],
+        facts(in_table(places[0] / "train.csv", indexes=shared))[:3],
+    )
+    in_folder(places[0] / "f").keep_hashes(shared)
+    monkeypatch.setattr(tar_shards, "members", broken)
+    monkeypatch.setattr("csv.reader", broken)
+    assert first == (
+        facts(in_tars(places[1], shared))[:3],
+        facts(in_table(places[1] / "train.csv", indexes=shared))[:3],
+    )
+    in_folder(places[1] / "f").keep_hashes(shared)
+    assert len(list(shared.glob("*.hashes"))) == 1
