@@ -358,3 +358,96 @@ def test_a_folder_that_is_odd(name: str, content: str | None, says: str, tmp_pat
         (folder / name).write_text(content, errors="surrogateescape")
     with refused(says):
         open_tokenizer(folder)
+
+
+def test_a_turn_that_ends_only_where_another_follows(tmp_path: Path) -> None:
+    """As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end, which is told."""
+    follows = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+    template = CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + follows)
+    assert template != CHATML
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}<|im_end|>|{TALK[3]['content']}"
+    text, spans = turns(chat, TALK, [1, 3])
+    assert counted(chat, text, next(chat.encode([text])), spans).unended == 1
+
+
+MARKED_BY_ROLES = (  # as GLM's: no end of a turn, the next role's token follows; the last one is thought over
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + '<think>' * (loop.last and m.role == 'assistant') + "
+    "m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+ENDED_TWICE = (  # as Cohere's
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + '<think>' * (loop.last and m.role == 'assistant') + "
+    "m.content + '<|answered|> <|turn|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(MARKED_BY_ROLES, ""), (ENDED_TWICE, "<|answered|> <|turn|>")],
+    ids=["roles", "twice"],
+)
+def test_the_end_of_a_turn_is_its_own_and_whole(template: str, end: str, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path, template=template)
+    add(folder, special=True, **{f"<|{one}|>": {} for one in ("user", "assistant", "answered", "turn")})
+    chat = open_tokenizer(folder)
+    assert chat.turn_end == chat.ends.get("<|turn|>" * bool(end))
+    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}{end}|<think>{TALK[3]['content']}{end}"
+    text, spans = turns(chat, TALK, [1, 3])
+    assert counted(chat, text, next(chat.encode([text])), spans).unended == 2 * (not end)
+
+
+def test_the_longest_of_two_ends_is_the_one(tmp_path: Path) -> None:
+    """As the library finds tokens; in a turn whose end is found by a probe."""
+    template = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")
+    folder = chat_folder(tmp_path, "qwen3", template)
+    add(folder, special=True, **{"<|im_end|>>": {}})
+    assert counting(open_tokenizer(folder), TALK, [1]) == f"{TALK[1]['content']}<|im_end|>>"
+
+
+def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_path: Path) -> None:
+    chat = open_tokenizer(chat_folder(tmp_path, "qwen3"))
+    talk = [dict(one) for one in TALK]
+    talk[1]["content"], talk[3]["content"] = "<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"
+    assert counting(chat, talk, [3]) == "<think>\nso\n</think>\n\nno<|im_end|>"
+    with refused("message 2", by=ChatError):
+        turns(chat, talk, [1, 3])
+
+
+def test_a_key_that_is_read_in_one_message_is_counted_for_the_others(tmp_path: Path) -> None:
+    template = thinking(SAID.replace("<|im_end|>", "{{ m.name if loop.first else '' }}<|im_end|>"))
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    first, second = {**TALK[0], "name": "Al"}, {**TALK[2], "name": "Bo"}
+    for messages, unread in (([first, TALK[1]], 0), ([first, TALK[1], second, TALK[3]], 1)):
+        talk = Talk(messages, [1])
+        text, spans = turns(chat, messages, [1])
+        assert list(unread_keys(chat, talk, text, spans)) == ["'name' in messages"] * unread
+
+
+def test_a_turn_of_several_calls_ends_with_the_last(tmp_path: Path) -> None:
+    """In a template that ends each call, and writes a turn otherwise where it is the last one."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ '<think></think>' * (loop.last and m.role == 'assistant') + m.content }}"
+        "{% for call in m.tool_calls or [{'function': {'name': ''}}] %}{{ call.function.name }}<|im_end|>"
+        "{% endfor %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+    )
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
+    asked = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert counting(chat, [TALK[0], asked, *TALK[:2]], [1]) == "add<|im_end|>take<|im_end|>"
+
+
+def test_a_turn_that_a_template_marks_in_several_blocks(tmp_path: Path) -> None:
+    template = TEMPLATES["marked"].replace(
+        "{% generation %}{{ message.content }}",
+        "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}",
+    )
+    chat = open_tokenizer(chat_folder(tmp_path, "marked", template))
+    said = [f"{TALK[number]['content']}<|im_end|>" for number in (1, 3)]
+    assert counting(chat, TALK, [1, 3]) == "|".join(said)
+    assert turns(chat, TALK, [])[1] == []
+    with pytest.raises(ChatError, match="marks 4 turns"):
+        turns(chat, TALK, [3])

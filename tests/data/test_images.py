@@ -23,7 +23,7 @@ from tests.helpers.image_folders import (
     picture,
 )
 from trainer.config.data import LoaderConfig
-from trainer.data.corrupt import Bad, Corrupt, Quarantine
+from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box
 from trainer.data.formats.files import in_folder
@@ -251,3 +251,30 @@ def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_p
     os.truncate(tmp_path / "001.tar", 5000)
     with pytest.raises(BadInputError, match=r"5,000 bytes and not .* as when it was indexed"):
         records.read(8)
+
+
+def test_what_stands_in_goes_by_the_sample_alone() -> None:
+    """Not by the row of a batch, which is another one in each epoch."""
+
+    def stand_in(samples: list[int]) -> int:
+        filled = dict[int, int]()
+
+        def fill(row: int, sample: int) -> None:
+            if sample == 5:
+                raise Corrupt("torn")
+            filled[row] = sample
+
+        assert [bad.sample for bad in fill_rows(np.array(samples), fill, str, "skip", 100)] == [5]
+        return filled[samples.index(5)]
+
+    assert stand_in([5]) == stand_in([1, 2, 5]) == stand_in([9, 5, 3, 4])
+
+
+def test_an_error_of_reading_is_not_corruption(photographs: Path, tmp_path: Path) -> None:
+    """It may pass, and the run would have trained on other samples."""
+    records = opened("shards", photographs, tmp_path)
+    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="skip")
+    out: dict[str, Any] = {"image": np.zeros((1, SIDE, SIDE, 3), np.uint8), "label": np.zeros(1, np.int64)}
+    (tmp_path / "002.tar").unlink()
+    with pytest.raises(BadInputError, match=r"002\.tar.*can't be read \(No such file"):
+        dataset.read(np.array([15]), numbers(1), out)

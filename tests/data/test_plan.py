@@ -1,5 +1,7 @@
 """Promise: the order is a pure function of (seed, epoch), for any number of ranks and from any start."""
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -213,3 +215,19 @@ def test_evaluation_reads_each_sample_once_in_micro_batches_that_do_not_depend_o
 def test_what_does_not_divide_is_refused(make: object, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_few_samples_come_in_every_order_equally_often(size: int) -> None:
+    """Those of odd and of even parity, and whatever the shape of a grid would reach."""
+    _, counts = np.unique(orders(size, 24_000), axis=0, return_counts=True)
+    assert len(counts) == math.factorial(size)
+    assert_uniform(counts, len(counts) - 1)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    positions = np.arange(100)
+    first, other_epoch = (permuted(0, np.full(100, epoch), positions, 100) for epoch in (0, 1))
+    other_seed = permuted(1, np.zeros(100, np.int64), positions, 100)
+    assert (first == other_epoch).mean() < 0.1
+    assert (first == other_seed).mean() < 0.1

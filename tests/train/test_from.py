@@ -224,3 +224,11 @@ def test_a_redacted_value_must_be_given(place: Path) -> None:
     (place / "a" / "manifest.json").write_text(json.dumps(facts))
     refused = command(place, "train", "--resume", "a")
     assert refused.returncode == 2 and named(refused.stderr, "data.path --set data.path=")
+
+
+def test_a_step_and_the_best_can_be_chosen(tmp_path: Path, source: Path) -> None:
+    best = read(checkpoint_of(source, 16)).state["best"][1]
+    for number, (which, step) in enumerate((("15", 15), ("best", best), ("last", 16))):
+        tensors, _ = at_step_0(tmp_path / str(number), recipe(), f"{source}@{which}")
+        there = read(checkpoint_of(source, step)).tensors["model"]
+        assert all(torch.equal(tensors["model"][name], tensor) for name, tensor in there.items())

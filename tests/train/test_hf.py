@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of, made
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_sharding import Gathered
@@ -228,3 +228,47 @@ def test_some_steps_of_lora_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     ours = [row["loss"] for row in rows if row["kind"] == "train"]
     assert ours == pytest.approx(list(plain_losses(recipe)), rel=1e-5)
     assert len(ours) == 4 and ours[3] < ours[0]
+
+
+def test_a_run_with_a_base_in_bfloat16_is_resumed_and_measured(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model", **WORDS)
+    recipe = recipe_of(
+        folder,
+        model={
+            "lora": {"rank": 2, "dropout": 0.3, "modules_to_save": ["embed_tokens", "lm_head"]},
+            "frozen_dtype": "bf16",
+        },
+        precision={"mode": "bf16"},
+        epochs=4,
+        log={"every": 1, "to": ["jsonl"]},
+        checkpoint={"every": 2, "minutes": 0, "best": False},
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = attempt(whole, recipe)
+    assert done.code == 0, done.said
+    assert named(done.said, "model.embed_tokens lm_head 0.3 bfloat16")
+    assert attempt(parts, recipe, stop_after=3).code == 75
+    begun = attempt(tmp_path / "more", recipe, source=str(parts))
+    assert begun.code == 0, begun.said
+    assert attempt(parts, recipe).code == 0
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+    base, ended = load_file(folder / "model.safetensors"), load_file(whole / "model.safetensors")
+    assert ended["model.embed_tokens.weight"].dtype == ended["lm_head.weight"].dtype == torch.float32
+    for name, tensor in base.items():
+        assert torch.equal(tensor, ended[name]) == ("norm" in name), name
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model", **WORDS)
+    short: dict[str, Any] = {
+        "log": {"every": 1, "to": ["jsonl"]},
+        "checkpoint": {"every": 2, "minutes": 0, "best": False},
+    }
+    recipe = recipe_of(folder, epochs=4, **short)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = attempt(whole, recipe)
+    assert done.code == 0, done.said
+    assert f"starts from hf/{folder} (21 tensors)" in done.said
+    assert attempt(parts, recipe, stop_after=3).code == 75
+    assert attempt(parts, recipe).code == 0
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
