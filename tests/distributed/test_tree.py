@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.steps import State, assert_same_bits, train_some
-from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.config.sizes import shares_a_tree
 from trainer.distributed.parallel import World
@@ -336,3 +336,32 @@ def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
         assert "parallel.threads" in note
     set_by_hand = make_recipe(parallel={"reduction": "tree", "threads": 3})
     assert choose_threads(set_by_hand, None, "auto", World(0, 1, 0, torch.device("cpu"), None)) == (3, [])
+
+
+def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TokenTask(16)
+    monkeypatch.setattr(task, "model", Idle)
+    recipe = make_recipe(
+        data={"global_batch_size": 8, "micro_batch_size": 2},
+        optim={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+        parallel={"threads": 1, "reduction": "tree"},
+    )
+    run = build_alone(recipe, task)
+    model = run.state.model
+    before = [p.detach().clone() for p in model.parameters()]
+    train_step(run, run.loader(run.share.batches()), 0)
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [True, True, False, False]
+
+
+class Idle(nn.Module):
+    """Has a weight that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 4, dtype=torch.float64)
+        self.idle = nn.Linear(3, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result

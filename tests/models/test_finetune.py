@@ -22,6 +22,7 @@ from trainer.models.finetune import (
     adapted,
     fine_tune,
     keeps_statistics,
+    like,
     merged,
     plain_state,
     saved_modules,
@@ -440,3 +441,25 @@ def two_steps(world: World) -> dict[str, torch.Tensor]:
 def test_sharded_lora_leaves_the_base_as_it_is(ranks: Ranks) -> None:
     alone, shared = two_steps(World(0, 1, 0, torch.device("cpu"), None)), ranks.run(2, two_steps)[0]
     assert [name for name in alone if not torch.allclose(alone[name], shared[name], atol=1e-5)] == []
+
+
+def test_a_norm_of_which_something_learns_keeps_counting() -> None:
+    model = build_model(ModelConfig(width=8), 1, 10)
+    fine_tune(model, ModelConfig(width=8, freeze=("*.bias",)))
+    assert not any(map(keeps_statistics, model.modules()))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_each_number_of_lora_learns(number: int) -> None:
+    model, inputs = models()[number]
+    fine_tune(model, LORA)
+    learned(model)
+    model.train()
+    model(inputs).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        assert parameter.grad is None or bool(parameter.grad.any()), name
+    other = models()[number][0]
+    like(other, model)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.eval()(inputs), model.eval()(inputs))

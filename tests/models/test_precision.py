@@ -13,6 +13,7 @@ from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig, PrecisionConfig
 from trainer.config.tasks import RegularizationConfig
 from trainer.data.batch import Batch
+from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import (
@@ -328,3 +329,18 @@ def test_what_a_sharded_model_is_gathered_in(
     devices = torch.device("cpu"), torch.device("cuda")
     assert [gathered_in(low, model, device) for device in devices] == [on_cpu, on_gpu]
     assert [gathered_in(PrecisionConfig(), model, device) for device in devices] == [None, None]
+
+
+def test_a_skipped_step_does_not_enter_batchnorm() -> None:
+    layer = nn.BatchNorm1d(2)
+    statistics = StepStatistics(layer, None)
+    for data, skipped in ((torch.ones(4, 2), 0.0), (torch.full((4, 2), float("inf")), 1.0)):
+        layer(data)
+        statistics.add(statistics.of_micro_batch())
+        statistics.end_step(torch.tensor(skipped))
+    assert layer.running_mean is not None
+    assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])
+    layer(torch.ones(4, 2))
+    statistics.add(statistics.of_micro_batch())
+    statistics.end_step(torch.tensor(0.0))
+    assert layer.running_mean.tolist() == pytest.approx([0.19, 0.19])

@@ -205,3 +205,12 @@ def test_it_is_keyed_by_the_micro_batch() -> None:
             train_step(run, batches, step)
         losses.append(float(run.state.loss))
     assert losses[0] == losses[1]
+
+
+def test_padding_counts_for_nothing_when_mixed() -> None:
+    weight = torch.tensor([1.0, 1.0, 0.0])
+    label = torch.tensor([1, 2, 3])
+    batch = Batch({"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": label}, weight, None, 2)
+    torch.manual_seed(0)
+    loss = classification({"mixup": 1.0}).loss(Constant(torch.zeros(10)), batch)
+    assert float(loss) == pytest.approx(2 * torch.tensor(10.0).log().item(), rel=1e-6)
