@@ -1,6 +1,7 @@
 """Promise: `trainer evaluate` gives the very numbers that training measured, and what lies behind them."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -133,6 +134,9 @@ def test_many_classes_need_no_matrix_of_all() -> None:
     task = OfClasses(SimpleNamespace(describe=lambda: {"classes": [str(n) for n in range(200_000)]}))  # type: ignore[arg-type]
     rows = {"label": torch.tensor([7, 7, 199_999]), "predicted": torch.tensor([7, 9, 0])}
     task.summarize({**rows, "sure": torch.tensor([0.9, 0.8, 0.7])})
+    assert [one["sample"] for one in task.details["mistakes"]] == [1, 2]
+    task.summarize({**rows, "sure": torch.tensor([0.9, math.nan, 0.7])})
+    assert [one["sample"] for one in task.details["mistakes"]] == [2], "JSON has no NaN"
     assert task.details["confusion"] == [[7, 7, 1], [7, 9, 1], [199_999, 0, 1]]
     assert per_class(task.details["confusion"], task.classes)[7]["confused_with"] == "9"
 
@@ -181,3 +185,16 @@ def test_somebodys_weights_are_measured_without_training(
     assert named(told["weights"], "model. 1")
     told = asked(capsys, digits_run / "config.yaml", "--weights", somebodys)
     assert told["metrics"] == {name: row[name] for name in told["metrics"]}
+
+
+@pytest.mark.parametrize("odd", ["", "[]", '{"classes": ["a"], "confusion": [[0, 9, 1]]}', "a link"])
+def test_an_odd_evaluation_is_left_out_of_the_report(digits_run: Path, tmp_path: Path, odd: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    (run / "evaluation.json").unlink(missing_ok=True)
+    if odd == "a link":
+        (run / "evaluation.json").symlink_to("/etc/passwd")
+    else:
+        (run / "evaluation.json").write_text(odd)
+    assert main(["report", str(run)]) == 0
+    assert 'id="evaluation"' not in (run / "report.html").read_text()

@@ -71,7 +71,8 @@ class OfClasses(WithDetails):
         """Keeps the cells of the confusion matrix that aren't empty, and the surest mistakes."""
         pairs, samples = torch.stack([rows["label"], rows["predicted"]]).unique(dim=1, return_counts=True)
         self.details["confusion"] = torch.cat([pairs.T, samples[:, None]], 1).tolist()
-        wrong = (rows["label"] != rows["predicted"]).nonzero().flatten()
+        wrong = (rows["label"] != rows["predicted"]) & rows["sure"].isfinite()  # not of a model that diverged
+        wrong = wrong.nonzero().flatten()
         wrong = wrong[rows["sure"][wrong].argsort(descending=True, stable=True)][:_MISTAKES]
         names = ("label", "predicted", "sure")
         self.details["mistakes"] = [
