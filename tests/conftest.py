@@ -5,9 +5,12 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.helpers import preloaded
 from tests.helpers.forked import attempt
 from tests.helpers.world import Ranks
 from trainer.config.user_file import folders_closed
 from trainer.host.limits import read_limits
+from trainer.launch import folder as folder_module, launcher
+from trainer.launch.folder import Launch
 
 # pytest lets faulthandler wait for a test without an end; a fork hangs where it ends that, or begins its own.
 os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
@@ -56,6 +62,21 @@ def _no_commit() -> Iterator[None]:
     """No commit for runs to name: one in this checkout while tests run would be a difference to a replay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GIT_CEILING_DIRECTORIES", str(Path(__file__).parents[1]))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded_ranks() -> Iterator[None]:
+    """Ranks of a launcher in a test's own process are forks that needn't import torch."""
+    forking = types.ModuleType("subprocess")
+    vars(forking).update(vars(subprocess), Popen=preloaded.Popen)
+
+    def write_launch(folder: Path, launch: Launch) -> None:
+        folder_module.write_launch(folder, replace(launch, parent=preloaded.parent()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "subprocess", forking)
+        patch.setattr(launcher, "write_launch", write_launch)
         yield
 
 

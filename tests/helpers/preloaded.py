@@ -117,7 +117,7 @@ class Popen(_Forking):
             text.write(json.dumps(request).encode())
             text.flush()
             with _server_lock:
-                socket.send_fds(_server(), [b"."], [*streams, text.fileno(), theirs.fileno()])
+                socket.send_fds(_server()[0], [b"."], [*streams, text.fileno(), theirs.fileno()])
         theirs.close()
         told = ours.recv(_TOLD)
         assert told, "the server of preloaded processes is gone"
@@ -143,11 +143,17 @@ class Popen(_Forking):
 
 
 _server_lock = threading.Lock()
-_servers: dict[int, socket.socket] = {}
+_servers: dict[int, tuple[socket.socket, int]] = {}
 
 
-def _server() -> socket.socket:
-    """The way to this process's server, started when it is first needed."""
+def parent() -> int:
+    """Process id of the parent of this process's forks."""
+    with _server_lock:
+        return _server()[1]
+
+
+def _server() -> tuple[socket.socket, int]:
+    """The way to this process's server, started when it is first needed, and its process id."""
     if os.getpid() not in _servers:
         ours, theirs = socket.socketpair()
         words = [sys.executable, "-m", __name__, str(theirs.fileno())]
@@ -155,9 +161,9 @@ def _server() -> socket.socket:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
         # OpenMP reads it when torch is imported; threads that spin while they wait starve a busy machine.
         options["env"] = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-        subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], **options)
+        server = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], **options)
         theirs.close()
-        _servers[os.getpid()] = ours
+        _servers[os.getpid()] = ours, server.pid
     return _servers[os.getpid()]
 
 
