@@ -39,9 +39,7 @@ AT_ONCE = 6  # they mostly wait
 # said where it is: `test_each_phase_is_said`.
 HANGS: dict[str, tuple[int, Hang, dict[str, Any]]] = {
     "forward": (2, Hang(0, "forward", 4), {}),
-    "communication": (2, Hang(1, "communication", 16), {}),
     "stopped": (2, Hang(0, "stopped", 5), {}),
-    "worker": (2, Hang(1, "data", 9), {"data": {"workers": 1}}),
     # Those of its own group wait in a gathering, the other group for the sum over both.
     "sharded": (4, Hang(2, "forward", 3), {"parallel": {"strategy": "hsdp", "shard": 2}}),
 }

@@ -6,6 +6,7 @@ read with these alone; "(but digits)", with all others.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
@@ -40,6 +41,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+@cache
 def condition(section: type[BaseModel], key: str) -> Condition | None:
     """Returns the condition under which a key of a section has an effect, from its description."""
     choices = {
