@@ -42,7 +42,7 @@ BENCHES = {
     ),
     "growth": ("growth", "how time and memory grow with samples, shards and steps"),
     "pictures": ("pictures", "the documentation's pictures: the rooms of the package, the losses of runs"),
-    "targets": ("targets_run", "the targets on one H200 with 16 CPU cores, in pieces of 8 minutes at most"),
+    "gpu": ("gpu", "what one GPU is asked for, row after row, in calls of four minutes"),
 }
 
 

@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
-# The targets on one H200, in pieces of at most 8 minutes: `--piece 1` (the promises), 2, …, or `--only KEY,…`.
-# What a call finds stays in build/targets/CARD, compiled code too; the table says what is still missing.
-# --dry-run shows the commands. Exit code 0: all met, 1: one missed, 3: no GPU, or one that could not be judged.
-# A machine that lacks pydantic and cannot reach a registry takes it from .whl/*.whl
-# (`pip download --no-deps -d .whl --python-version 3.12 --only-binary :all: pydantic pydantic-core
-# annotated-types typing-inspection`, beforehand and elsewhere).
+# What one GPU is asked for (benchmarks/gpu.py): a call measures rows without a result for about four minutes, and
+# writes docs/results/gpu.json after each. --small runs them on this machine's CPU, --dry-run shows the commands.
+# A machine without pydantic and a network takes it from .whl/*.whl (`pip download --no-deps -d .whl
+# --python-version 3.12 --only-binary :all: pydantic pydantic-core annotated-types typing-inspection`, elsewhere).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -15,4 +13,4 @@ if [ -e "${wheels[0]}" ]; then
   export PYTHONPATH="$PWD/build/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m benchmarks targets "$@"
+exec "$python" -m benchmarks gpu "$@"
