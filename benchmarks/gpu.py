@@ -406,7 +406,7 @@ def measure(rows: Sequence[Row], results: Path, work: Path, limit_s: float, smal
             if step.key in found["results"] or time.monotonic() - began > limit_s:
                 continue
             try:
-                found["results"][step.key] = _done(step, work, small)
+                found["results"][step.key] = result_of(step, work, small)
             except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
                 print(f"not measured: {step.key}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
                 break
@@ -458,7 +458,8 @@ def _read(results: Path, now: str) -> dict[str, Any]:
     return found if found.get("card") == card else {"card": card, "conditions": now, "results": {}}
 
 
-def _done(step: Step, work: Path, small: bool) -> Any:
+def result_of(step: Step, work: Path, small: bool) -> Any:
+    """Runs a command, and returns what is kept of it."""
     words = command(step, work, small)
     print(f"+ {shlex.join(words)}", file=sys.stderr, flush=True)
     told = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if step.deterministic else {}

@@ -33,7 +33,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise ValueError("broken")
         return FOUND[step.key]
 
-    monkeypatch.setattr(gpu, "_done", take)
+    monkeypatch.setattr(gpu, "result_of", take)
     monkeypatch.setattr("benchmarks.gpu.time.monotonic", lambda: minutes[0])
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(Path("unused").absolute()))

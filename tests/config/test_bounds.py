@@ -65,7 +65,7 @@ BOMBS = {
     "aliases": _bomb("a{0}: &a{0} [*a{1}, *a{1}]"),
     "merge keys": _bomb("a{0}: &a{0}\n  <<: [*a{1}, *a{1}]"),
     "pairs": _bomb("a{0}: &a{0} !!pairs [x: *a{1}, y: *a{1}]"),
-    "depth": "[" * 2_000,
+    "depth": "[" * 1_000,
     "digits": f"x: {'9' * 10_000}",
     "itself": "a: &a [*a]",
     "an object": "x: !!python/object/apply:os.system [id]",
