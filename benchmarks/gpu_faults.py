@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from trainer.models.compiling import set_up_torch
 from trainer.models.head_loss import head_loss
 
 _FAR = 1e-2  # relative difference of gradients that rounding doesn't explain
@@ -53,6 +54,22 @@ def mixed_sums(device: torch.device, guarded: bool) -> bool:
     table, x = torch.randn(4, width, device=device) * 0.1, torch.randn(rows, width, device=device)
     patches = {"triton.mix_order_reduction": False} if guarded and _has("triton.mix_order_reduction") else {}
     return _far(_gradient(_compiled(loss, patches), table, x), _gradient(loss, table, x))
+
+
+def copies(device: torch.device, guarded: bool) -> bool:
+    """A copy of a buffer that changes later: is the gradient of what is computed from it eager torch's?"""
+
+    def loss(weight: torch.Tensor, x: torch.Tensor, queue: torch.Tensor) -> torch.Tensor:
+        made, kept = x @ weight, queue.clone()
+        queue.mul_(0.5)
+        return (made @ kept.T).square().sum()
+
+    if guarded:
+        set_up_torch()
+    sizes = ((32, 16), (64, 32), (128, 16))
+    weight, x, queue = (torch.randn(*size, device=device) for size in sizes)
+    found = _gradient(_compiled(loss, {}), weight, x, queue.clone())
+    return _far(found, _gradient(loss, weight, x, queue.clone()))
 
 
 def dropout(device: torch.device, guarded: bool) -> bool:
@@ -123,6 +140,7 @@ FAULTS: dict[str, Callable[[torch.device, bool], bool]] = {
     "pytorch/pytorch#196678": attention,
     "pytorch/pytorch#193061": mixed_sums,
     "pytorch/pytorch#198333": dropout,
+    "pytorch/pytorch#198131": copies,
     "pytorch/pytorch#180642": in_place,
     "NVIDIA/nccl#1950": mean_of_one,
 }

@@ -21,5 +21,7 @@ ARITHMETIC_CHANGES = {
     "where there are none; the weights are as before",
     9: "a custom task gives a value for each sample, which the trainer adds up: losses and figures differ by "
     "rounding, and weights where not all counts; a trial leaves numpy's and Python's generators as they were",
+    10: "compiled code keeps the copy of a buffer that a forward pass changes afterwards, such as a queue of "
+    "keys: before, what was computed from the copy, and its gradient, were wrong; others keep their bits",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

@@ -273,6 +273,42 @@ def test_what_generates_wrong_code_for_gpus_is_off(monkeypatch: pytest.MonkeyPat
     assert not getattr(inductor.triton, "mix_order_reduction", False)
 
 
+def queued(w: torch.Tensor, x: torch.Tensor, queue: torch.Tensor) -> torch.Tensor:
+    """Compares with keys of earlier steps, and then replaces some, as MoCo does."""
+    keys, whole = queue.clone(), torch.empty_like(queue).copy_(queue)
+    made = x @ w
+    queue[: len(x)] = made.detach()
+    return (made @ keys.T).exp().sum(1) + (made @ whole.T).sum(1)
+
+
+def test_a_copy_of_what_changes_later_stays() -> None:
+    """In the pass of inductor that leaves copies out; by a graph as it gets it."""
+    from torch._inductor.fx_passes import post_grad
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    compiling.set_up_torch()
+    graph = make_fx(queued, tracing_mode="fake")(torch.ones(6, 4), torch.ones(2, 6), torch.ones(8, 4)).graph
+    copies = [node.name for node in graph.nodes if "clone" in node.name]
+    assert copies
+    post_grad.remove_noop_ops(graph)
+    assert [node.name for node in graph.nodes if "clone" in node.name] == copies
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_gradients_of_what_changes_later_are_those_of_eager_code() -> None:
+    compiling.set_up_torch()
+    found = []
+    for call in (queued, torch.compile(queued)):
+        torch.manual_seed(0)
+        w, x, queue = (torch.randn(*size, dtype=torch.float64) for size in ((6, 4), (2, 6), (8, 4)))
+        w.requires_grad_()
+        call(w, x, queue).sum().backward()
+        found.append((w.grad, queue))
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and torch.allclose(one, other, rtol=1e-12)
+
+
 def test_cuda_graphs_are_of_the_whole_model() -> None:
     with pytest.raises(ValueError, match=r"use compile\.scope=model"):
         CompileConfig(mode="reduce-overhead", scope="blocks")

@@ -20,7 +20,7 @@ from trainer.config.model import CompileConfig
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one code object; torch falls back to eager after eight of them.
 _MOST_SHAPES = 128
-_KEY = "trainer: no random numbers by four"  # of caches of compiled code
+_KEY = "trainer: copies stay, no random numbers by four"  # of caches of compiled code
 # Before torch 2.6 DDP's graph splitter rejects graphs with checkpointing or FlexAttention
 # (https://github.com/pytorch/pytorch/issues/104674).
 SPLITS_ALL_GRAPHS = hasattr(torch.compiler, "set_stance")
@@ -160,9 +160,15 @@ def set_up_torch() -> None:
 
 
 def _avoid_wrong_code() -> None:
-    """Turns off parts of inductor that generate wrong code for GPUs in some versions, without an error."""
+    """Turns off parts of inductor that generate wrong code in some versions, without an error."""
     from torch._inductor import config
     from torch._inductor.codegen.triton import TritonOverrides
+    from torch._inductor.fx_passes import post_grad
+
+    # In all versions: the copy of a buffer is left out though the buffer changes later, so that what is
+    # computed from the copy, and its gradient, are wrong (https://github.com/pytorch/pytorch/issues/198131).
+    for copying in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
+        post_grad.noop_registry.pop(copying, None)
 
     # From 2.10 on: a sum that is a part of a larger gradient may never be written
     # (https://github.com/pytorch/pytorch/issues/193061, in 2.14.1 too).
@@ -172,5 +178,6 @@ def _avoid_wrong_code() -> None:
     # (https://github.com/pytorch/pytorch/issues/198333, in 2.14.1 too). No switch restores the former code.
     if hasattr(TritonOverrides, "_can_use_4x_random"):
         setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False))  # noqa: B010
-        if _KEY not in torch.compiler.config.cache_key_tag:  # caches may hold the wrong code
-            torch.compiler.config.cache_key_tag += _KEY
+    caches = getattr(torch.compiler, "config", None)  # since torch 2.7
+    if caches is not None and _KEY not in caches.cache_key_tag:  # they may hold the wrong code
+        caches.cache_key_tag += _KEY
