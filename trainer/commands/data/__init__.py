@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         metavar="SRC",
         help="folder of classes, .csv or .parquet, indexed shards; or a folder with train and val of these",
     )
-    pack.add_argument("target", type=Path, metavar="DST", help="new folder, or an unfinished pack")
+    pack.add_argument("target", type=Path, metavar="DST", help="new folder")
     pack.add_argument(
         "--short-side", type=int, metavar="N", help="shrink what is larger to this, in pixels (256 for 224)"
     )
