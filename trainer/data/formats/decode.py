@@ -37,14 +37,9 @@ from trainer.data.formats.signatures import DAMAGED, what_it_is
 
 # PIL's limit for decompression bombs, in pixels; it warns above half of it.
 LARGEST_IMAGE = 2 * 89_478_485
-# Most bytes for decoding: 15 per pixel of the largest image, copies included. Formats that take more bytes
-# per pixel may have fewer pixels.
-_MOST_BYTES, _COPIES = 15 * LARGEST_IMAGE, 15
-_COPIES_OF = {"WEBP": 24, "JPEG2000": 28, "AVIF": 20}
 
 _RESIZE = torch.ops.aten._upsample_bilinear2d_aa
 _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
-_SCANS, _SMALLEST_SCAN = 64, 10  # most scans of the largest image; bytes
 _SEGMENTS = 1 << 16  # segments that are searched for the frame header
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)
@@ -133,8 +128,6 @@ def cut_out(
     header = look(data)
     if header.height * header.width > LARGEST_IMAGE:
         raise Corrupt(_too_large(f"{header.width:,} x {header.height:,} pixels are"))
-    if header.kind == "jpeg":
-        _check_scans(data, header.height * header.width)
     with without_lines_of_libraries():
         decoded = None
         if header.kind != "other":
@@ -142,13 +135,6 @@ def cut_out(
         image, box, turn = decoded or _with_pil(data, choose, reading)
     cut = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
     return cut if turn == UPRIGHT else apply_orientation(cut, turn)
-
-
-def _check_scans(data: bytearray, pixels: int) -> None:
-    """Refuses a progressive JPEG with too many scans: each takes a few bytes, and as long as the image."""
-    most = _SCANS * LARGEST_IMAGE
-    if len(data) // _SMALLEST_SCAN * pixels > most and (scans := data.count(b"\xff\xda")) * pixels > most:
-        raise Corrupt(f"a JPEG of {scans:,} scans, which would take minutes")
 
 
 def decode_whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008
@@ -242,7 +228,6 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Readi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=formats()) as file:
-                _check_room(file)
                 image = _of_rows(_pixels(file, reading.bits))
                 turn = orientation_of(file) if reading.upright else UPRIGHT
     except (MemoryError, Corrupt):
@@ -255,17 +240,6 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Readi
         raise Corrupt(f"not a readable image ({_reason(data, error)})") from error
     height, width = image.shape[2:]
     return _Decoded(image, stored_box(choose(*turned_size(turn, height, width)), turn, height, width), turn)
-
-
-def _check_room(file: Any) -> None:
-    """Checks that an image isn't too large to decode.
-
-    Raises:
-        Corrupt: If decoding would take too much memory.
-    """
-    pixels, most = file.width * file.height, _MOST_BYTES // _COPIES_OF.get(file.format, _COPIES)
-    if pixels > most:
-        raise Corrupt(_too_large(f"{file.width:,} x {file.height:,} pixels are", most, f" of {file.format}"))
 
 
 def _of_rows(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -323,8 +297,8 @@ def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     return pixels
 
 
-def _too_large(what: str, most: int = LARGEST_IMAGE, of: str = "") -> str:
-    return f"{what} too many: more than {most:,}{of} aren't read; make it smaller, or cut it into tiles"
+def _too_large(what: str) -> str:
+    return f"{what} too many: more than {LARGEST_IMAGE:,} aren't read; make it smaller, or cut it into tiles"
 
 
 def _reason(data: bytearray, error: Exception) -> str:
@@ -332,8 +306,6 @@ def _reason(data: bytearray, error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     what = what_it_is(data)
-    if what.startswith("AVIF") and "AVIF" in formats():
-        what = f"an AVIF {DAMAGED}"
     if what and (isinstance(error, UnidentifiedImageError) or DAMAGED not in what):
         return what
     if isinstance(error, UnidentifiedImageError):
