@@ -5,8 +5,6 @@ dependencies for three JSON files and Arrow's stream format.
 """
 
 import hashlib
-import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,13 +32,11 @@ from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
-from trainer.host.files import open_own
 
 _TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
 _CONTENTS = 32  # rows whose content is in the fingerprint
 _END = 0  # ends a document: text holds no byte 0
-_COUNTED = re.compile(r"data-\d+-of-(\d+)\.arrow")
 _BLOCK = 1 << 16
 _ROWS = 4096  # that are read at once
 _NAMED, _LONGEST_TYPE = 20, 200  # columns, and letters of a type, in a message
@@ -111,14 +107,12 @@ class ArrowTable:
             raise BadInputError(f"{self.folder}: {times} '{name}' (there are: {names}); name it by {key}")
         if name not in self._read:
             parts = [column_of(file, name) for file in self._files]
-            if odd := next((number for number, part in enumerate(parts) if part.type != parts[0].type), 0):
+            if {part.type for part in parts} != {parts[0].type}:
                 raise BadInputError(
-                    f"{self._files[odd]}: column '{name}' holds {_type(parts[odd])}, and in "
-                    f"{self._files[0].name} {_type(parts[0])}; save the data again"
+                    f"{self.folder}: column '{name}' isn't of one type in its files; save the data again"
                 )
-            self._read[name] = import_pyarrow().chunked_array(
-                [chunk for part in parts for chunk in part.chunks], parts[0].type
-            )
+            chunks = [chunk for part in parts for chunk in part.chunks]
+            self._read[name] = import_pyarrow().chunked_array(chunks, parts[0].type)
         return self._read[name]
 
     def names_of(self, column: str) -> list[str] | None:
@@ -276,7 +270,7 @@ def _files(folder: Path) -> list[Path]:
     """Returns the files of a split, as state.json names them.
 
     Raises:
-        BadInputError: If state.json is invalid, lacks files, or selects rows by an index table.
+        BadInputError: If state.json is invalid, names no files, or selects rows by an index table.
     """
     state = folder / "state.json"
     content = _json(state)
@@ -290,24 +284,13 @@ def _files(folder: Path) -> list[Path]:
         raise BadInputError(f"{state}: chooses rows by a table of their numbers; save the data again")
     if odd := next((name for name in names if "/" in name or "\0" in name or escaped_text(name) != name), ""):
         raise BadInputError(f"{state}: {quoted(odd)} isn't the name of a file beside it; save the data again")
-    for name in names:
-        # data-00000-of-00003.arrow: the name has the number of files.
-        count = int(match[1]) if (match := _COUNTED.fullmatch(name)) else len(set(names))
-        if len(names) != count or len(set(names)) != count:
-            raise BadInputError(
-                f"{state}: names {len(set(names)):,} files, and {name} is one of {count:,}; save the data "
-                "again"
-            )
     return [folder / name for name in names]
 
 
 def _json(file: Path) -> Mapping[str, Any]:
     remedy = "data.path is a folder that DatasetDict.save_to_disk wrote"
-    with (
-        reading(file, remedy),
-        os.fdopen(open_own(file, os.O_RDONLY, alone=False, links=True), "rb") as opened,
-    ):
-        data = opened.read(strict_json.LARGEST + 1)
+    with reading(file, remedy):
+        data = file.read_bytes()
     try:
         values = strict_json.parse_quickly(data)
     except ValueError as error:

@@ -6,9 +6,8 @@ from typing import Any
 from trainer.data.formats.labels import quoted
 from trainer.data.formats.signatures import what_lies_at
 from trainer.errors import BadInputError, first_line
-from trainer.host.reading import kind_of
 
-_END, _BLOCK = b"\xff" * 4 + bytes(4), 1 << 16  # mark at the end of a stream
+_END = b"\xff" * 4 + bytes(4)  # mark at the end of a stream
 
 
 def schema_of(file: Path) -> Any:
@@ -33,18 +32,7 @@ def column_of(file: Path, name: str) -> Any:
         raise BadInputError(f"{file}: no column {quoted(name)}, which other files have; save the data again")
     try:
         source, stream = _opened(file, [index])
-        at, batches = source.tell(), list[Any]()
-        source.seek(0)
-        mapped = source.read_buffer()
-        source.seek(at)
-        for batch in stream:
-            if _compressed(batch.column(0), mapped):
-                raise BadInputError(
-                    f"{file}: its columns are compressed, so that rows can't be read one by one; save the "
-                    "data again without compression (save_to_disk does so)"
-                )
-            batches.append(batch)
-        table = pyarrow.Table.from_batches(batches, stream.schema)
+        table = stream.read_all()
         # Including each offset: pyarrow reads memory at unchecked offsets.
         table.validate(full=True)
     except (OSError, OverflowError, MemoryError, pyarrow.ArrowException) as error:
@@ -77,8 +65,6 @@ def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
         BadInputError: If it can't be read.
     """
     pyarrow = import_pyarrow()
-    if kind_of(file) == "other":  # opening a pipe would block
-        raise BadInputError(f"{file}: isn't a regular file; save the data again")
     try:
         source = pyarrow.memory_map(str(file))
         # Without threads, which a fork doesn't copy.
@@ -88,27 +74,16 @@ def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
         raise _unreadable(file, error) from error
 
 
-def _compressed(column: Any, mapped: Any) -> bool:
-    """True if a column lies anywhere but in the mapped file: pyarrow has inflated it."""
-    end = mapped.address + mapped.size
-    return any(one and one.size and not mapped.address <= one.address < end for one in column.buffers())
-
-
 def _check_end(file: Path, source: Any) -> None:
     """Checks that the end-of-stream marker follows the last batch: pyarrow accepts a file without it.
 
     Raises:
-        BadInputError: If the marker is missing, or other bytes follow it.
+        BadInputError: If the marker is missing.
     """
     end = source.tell()
     source.seek(max(0, end - len(_END)))
     if source.read(len(_END)) != _END:
         raise BadInputError(f"{file}: is cut off at byte {end:,}, after a whole batch; save the data again")
-    if any(piece.strip(b"\0") for piece in iter(lambda: source.read(_BLOCK), b"")):
-        raise BadInputError(
-            f"{file}: {source.size() - end:,} bytes lie behind its end at byte {end:,}, and may hold rows; "
-            "save the data again"
-        )
 
 
 def _unreadable(file: Path, error: Exception) -> BadInputError:

@@ -52,10 +52,10 @@ _KNOWN = {
     for line in (
         "info licenses images annotations categories type id name file_name width height image_id",
         "category_id bbox iscrowd ignore area segmentation supercategory license date_captured flickr_url",
-        "coco_url url path extra keypoints num_keypoints skeleton keypoint_colors caption score color isbbox isthing",
-        "metadata creator events milliseconds uuid uid track_id instance_id dataset_id category_ids",
-        "num_annotations regenerate_thumbnail annotated annotating video_id frame_id synset synonyms def frequency",
-        "image_count instance_count",
+        "coco_url url path extra keypoints num_keypoints skeleton keypoint_colors caption score color isbbox",
+        "isthing metadata creator events milliseconds uuid uid track_id instance_id dataset_id category_ids",
+        "num_annotations regenerate_thumbnail annotated annotating video_id frame_id synset synonyms",
+        "def frequency image_count instance_count",
     )
     for key in line.split()
 }

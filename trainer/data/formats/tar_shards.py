@@ -71,8 +71,8 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
     # MemoryError, OverflowError and RecursionError: huge sizes, nested extended headers.
     except (tarfile.TarError, ValueError, MemoryError, OverflowError, RecursionError) as error:
         what = what_lies_at(file)
-        reason = error if what.startswith("a tar") else what or error
-        raise BadInputError(f"{file}: not a readable tar file ({reason})") from error
+        said = str(error) if what.startswith("a tar") else what or str(error)
+        raise BadInputError(f"{file}: not a readable tar file ({said})") from error
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(end)
