@@ -211,8 +211,9 @@ def lying(columns: dict[str, Any], true: int, said: int) -> Any:
     return make
 
 
-ROWS, BYTES = 0x1234, 0x2345
-PICTURE, NAME = pyarrow.array([b"a" * BYTES]), pyarrow.array(["a" * ROWS])
+BYTES = 0x2345
+PICTURE = pyarrow.array([b"a" * BYTES])
+TWO = {"image": pyarrow.array([b"a" * BYTES] * 2), "label": pyarrow.array(["c", "c"])}
 ONE_LABEL = pyarrow.array([0])
 ONE = LAST.removeprefix("train/")
 
@@ -246,7 +247,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (train_of({"image": [{"bytes": 10**12}], "label": [0]}), {}, "'image' int64"),
     (train_of({f"{n}{'x' * 99}": [1] for n in range(2000)}), {}, "'image'"),
     (lying({"image": PICTURE, "label": ONE_LABEL}, BYTES, 1 << 30), {}, "arrow"),
-    (lying({"image": PICTURE, "label": NAME}, ROWS, -1), {}, "arrow"),
+    (lying(TWO, BYTES, 1 << 30), {}, "arrow"),
 ]
 
 

@@ -24,7 +24,6 @@ from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.records import LABEL
 from trainer.data.loader import RingLoader
-from trainer.errors import BadInputError
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -141,7 +140,6 @@ def encoded(form: str, **how: Any) -> bytes:
 
 
 NOISE = np.random.default_rng(0).integers(-9999, 9999, 9000).astype(np.int16)
-FLAC, WAV = encoded("FLAC"), encoded("WAV")
 RIFX, RF64 = encoded("WAV", endian="BIG"), encoded("RF64")
 
 
@@ -262,14 +260,11 @@ def test_a_disk_that_fails_is_not_corruption(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "content",
     [
-        pieces(FORMAT, (b"LIST", b"odd"), (b"data", SOUND)),
-        pieces(FORMAT, (b"data", SOUND), (b"LIST", b"after")),
-        pieces(FORMAT, (b"data", SOUND)) + b"rubbish",
+        pieces(FORMAT, (b"LIST", b"odd"), (b"data", SOUND), (b"LIST", b"after")) + b"rubbish",
         pieces(FORMAT, (b"data", SOUND), size=0xFFFFFFFF).replace(b"data\xc8\0\0\0", b"data\xff\xff\xff\xff"),
-        pieces(FORMAT, (b"data", SOUND), size=9),
     ],
-    ids=["odd chunk before", "chunk after", "rubbish after", "written to a pipe", "wrong size of it all"],
-)  # fmt: skip
+    ids=["chunks and rubbish around", "written to a pipe"],
+)
 def test_what_is_only_odd_is_read(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.wav").write_bytes(content)
@@ -283,22 +278,6 @@ def test_a_folder_that_is_wrong_is_one_line(tmp_path: Path) -> None:
     write(tmp_path / "a" / "x.wav", ramp(9))
     with refused("0.0001 1000"):
         folder(tmp_path, 0.0001)
-
-
-@pytest.mark.parametrize("tag", [1, 200_000])
-def test_a_tag_before_flac_is_skipped(tmp_path: Path, tag: int) -> None:
-    """As taggers write it; soundfile by itself reads such a file from its start only."""
-    plain = write(tmp_path / "plain" / "a" / "0.flac", ramp(9000))
-    digits = bytes((tag >> shift) & 0x7F for shift in (21, 14, 7, 0))
-    tagged = tmp_path / "tagged" / "a" / "0.flac"
-    tagged.parent.mkdir(parents=True)
-    tagged.write_bytes(b"ID3\x04\0\0" + digits + bytes(tag) + plain.read_bytes())
-    for start in (None, 0.0, 0.7):
-        one, other = (
-            Read(folder(tmp_path / part, 0.25, start is not None), random=start)
-            for part in ("plain", "tagged")
-        )
-        assert any(one[0]) and one == other
 
 
 def test_another_sample_rate_is_found_by_the_headers_before_a_run(tmp_path: Path) -> None:
@@ -326,19 +305,3 @@ def test_floats_that_are_clipped_are_told(tmp_path: Path, capsys: pytest.Capture
         assert named(folder(tmp_path).remarks(everything), "1 1 1.0 1.2", file)
     check_data("fast", False, [CheckedData("training", folder(tmp_path), 0)])
     assert named(capsys.readouterr().err, "training 1 1.2")
-
-
-@pytest.mark.parametrize(
-    ("content", "rest"),
-    [(FLAC, b"rubbish"), (FLAC, FLAC), (WAV, WAV), (RIFX, b"rubbish"), (RF64, WAV)],
-    ids=["FLAC", "two FLAC", "two WAV", "RIFX", "RF64"],
-)
-def test_what_lies_behind_the_end_is_not_heard(tmp_path: Path, content: bytes, rest: bytes) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.wav").write_bytes(content)
-    alone = Read(folder(tmp_path))
-    (tmp_path / "a" / "x.wav").write_bytes(content + rest)
-    try:
-        assert Read(folder(tmp_path)) == alone
-    except BadInputError as error:  # libsndfile's word
-        assert named(str(error), "x.wav")
