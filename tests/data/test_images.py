@@ -206,14 +206,6 @@ def test_what_stands_in_is_always_the_same(kind: str, broken: Path, tmp_path: Pa
     assert len((tmp_path / "a").read_text().splitlines()) == 3, "what an earlier attempt wrote is known"
 
 
-def test_the_budget_ends_it(broken: Path) -> None:
-    dataset = ImageDataset(in_folder(broken), SIDE, random_crop=True, on_corrupt="skip")
-    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
-    loader = RingLoader(source, CPU, 1, LoaderConfig(start_method="fork"), Quarantine("training", 2))
-    with pytest.raises(BadInputError, match=r"3 training samples are corrupt.*allows 2"):
-        read_all(loader, source.share.batches())
-
-
 def test_starting_again_does_not_get_around_the_budget(tmp_path: Path) -> None:
     file, found = tmp_path / "quarantine.jsonl", [Bad(n, f"{n}.jpg", "torn") for n in range(3)]
     first, second = Quarantine("training", 2, file), Quarantine("training", 2, file)
