@@ -22,10 +22,9 @@ from trainer.config.section import first_problem
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
-from trainer.data.formats.files import IMAGES, Files, ListFile, unlisted
+from trainer.data.formats.files import IMAGES, Files, ListFile, hint, unlisted
 from trainer.data.formats.index import Index, index_of, kept
 from trainer.data.formats.labels import folded, quoted
-from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import what_it_is

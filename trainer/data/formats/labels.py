@@ -73,7 +73,7 @@ def as_integer(value: object) -> int:
         raise LabelError(f"label {value} isn't a whole number")
     if value < 0:
         raise LabelError(f"label {value} is negative, as if there were none")
-    if isinstance(value, float | np.floating) and value >= _LARGEST_EXACT:
+    if isinstance(value, float | np.floating) and float(value) >= _LARGEST_EXACT:
         raise LabelError(f"label {value} is too large a float to be told from the next one")
     return int(value)
 

@@ -24,9 +24,8 @@ from trainer.config.data import DataConfig
 from trainer.config.section import first_problem
 from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_sample_file, readable, unlisted
+from trainer.data.formats.files import LARGEST_FILE, fill_exactly, hint, open_sample_file, readable, unlisted
 from trainer.data.formats.index import Index, content_hash
-from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns

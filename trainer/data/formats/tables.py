@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.data import DataConfig
-from trainer.data.formats.arrow_stream import import_pyarrow
+from trainer.data.formats.arrow import import_pyarrow
 from trainer.data.formats.files import IMAGES, Files, ListFile, unlisted
 from trainer.data.formats.index import Index, index_folder, index_of, kept
 from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered, quoted
