@@ -5,8 +5,11 @@ import io
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.helpers.image_folders import encoded, opened, picture
 from tests.helpers.refusals import named, refused
@@ -20,6 +23,7 @@ from trainer.data.formats.sharded import in_shards
 from trainer.data.formats.tar_shards import index_shards
 from trainer.data.left_out import left_out_line
 from trainer.data.sources import load_images
+from trainer.errors import BadInputError
 
 JPEG = bytes(encoded(picture(), "JPEG"))
 
@@ -207,3 +211,39 @@ def test_shards_that_are_not_there_are_counted(photographs: Path, tmp_path: Path
     os.truncate(tmp_path / "003.tar", 5000)
     with refused("2 of 5", tmp_path / "001.tar"):
         check_data("fast", False, checked)
+
+
+def png(value: int) -> bytes:
+    """An image of one gray, as large for each."""
+    image = io.BytesIO()
+    Image.new("L", (8, 8), value).save(image, "PNG", compress_level=0)
+    return image.getvalue()
+
+
+BLACK, WHITE = (png(value) for value in (0, 255))
+RIGHT = archive(("0.png", BLACK), ("0.cls", b"0"), ("1.png", WHITE), ("1.cls", b"1"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        archive(("0.png", WHITE), ("0.cls", b"0"), ("1.png", BLACK), ("1.cls", b"1")),
+        bytes(len(RIGHT)),
+    ],
+    ids=["swapped", "zeros"],
+)
+def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, content: bytes) -> None:
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "0.tar").write_bytes(RIGHT)
+        index_shards(tmp_path / part)
+    assert len(content) == len(RIGHT)
+    (tmp_path / "train" / "0.tar").write_bytes(content)
+    config = DataConfig.model_validate({"name": "shards", "path": tmp_path, "image_size": 8})
+    data = load_images(config, 0).train
+    out: Any = {name: np.zeros((2, *field.shape), field.dtype) for name, field in data.fields.items()}
+    changed = r"train/0\.tar: [01]\.png: has changed since it was indexed: bring it back, or make the index"
+    with pytest.raises(BadInputError, match=changed):
+        data.read(np.arange(2), np.full((2, data.uniforms), 0.5, np.float32), out)
+    with pytest.raises(BadInputError, match=changed):
+        pack(in_shards(tmp_path / "train"), tmp_path / "pack", PackSettings())
