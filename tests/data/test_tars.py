@@ -23,7 +23,6 @@ from trainer.data.formats.sharded import in_shards
 from trainer.data.formats.tar_shards import index_shards
 from trainer.data.left_out import left_out_line
 from trainer.data.sources import load_images
-from trainer.errors import BadInputError
 
 JPEG = bytes(encoded(picture(), "JPEG"))
 
@@ -242,8 +241,9 @@ def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, content:
     config = DataConfig.model_validate({"name": "shards", "path": tmp_path, "image_size": 8})
     data = load_images(config, 0).train
     out: Any = {name: np.zeros((2, *field.shape), field.dtype) for name, field in data.fields.items()}
-    changed = r"train/0\.tar: [01]\.png: has changed since it was indexed: bring it back, or make the index"
-    with pytest.raises(BadInputError, match=changed):
-        data.read(np.arange(2), np.full((2, data.uniforms), 0.5, np.float32), out)
-    with pytest.raises(BadInputError, match=changed):
-        pack(in_shards(tmp_path / "train"), tmp_path / "pack", PackSettings())
+    for use in (
+        lambda: data.read(np.arange(2), np.full((2, data.uniforms), 0.5, np.float32), out),
+        lambda: pack(in_shards(tmp_path / "train"), tmp_path / "pack", PackSettings()),
+    ):
+        with refused(tmp_path / "train" / "0.tar", ".png: changed"):
+            use()
