@@ -73,7 +73,7 @@ def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> Non
     assert np.abs(found - expected).mean() < 6, "JPEG at quality 90"
     assert small.about.source == records.fingerprint()
     settings = {"short_side": 96, "quality": 90, "raw": False}
-    assert small.about.settings == {**settings, "reading": {"upright": False, "bits": 0}}
+    assert small.about.settings == {**settings, "reading": {"upright": False}}
 
 
 def test_a_pack_that_was_interrupted_is_none_and_is_made_anew(

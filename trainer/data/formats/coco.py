@@ -26,7 +26,6 @@ from trainer.data.formats.files import IMAGES, Files, ListFile, hint, unlisted
 from trainer.data.formats.index import Index, index_of, kept
 from trainer.data.formats.labels import folded, quoted
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
-from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.data.shared import name_columns, names_in
@@ -106,7 +105,7 @@ class CocoPictures:
         root: data.path, with `train/` (or `train2017/`), `val/` and `annotations/instances_train.json`.
         part: "train" or "val".
         on_corrupt: "fail": an invalid box is an error; else it is left out.
-        reading: Settings for reading pixels.
+        upright: True to apply the EXIF orientation.
         training: True to train on it: images without boxes are left out, and boxes with `ignore: 1` are
             flagged as crowds, which training leaves out. For evaluation they are objects, as `ignore` has no
             effect in pycocotools. None: if `part` is "train".
@@ -124,7 +123,7 @@ class CocoPictures:
         root: Path,
         part: str,
         on_corrupt: OnCorrupt,
-        reading: Reading = Reading(),  # noqa: B008  (a tuple)
+        upright: bool = False,
         training: bool | None = None,
         indexes: Path | None = None,
     ) -> None:
@@ -149,7 +148,7 @@ class CocoPictures:
         reason = f"image{{s}} that {file.name} doesn't name"
         self.left_out = tally((*index.left_out, *unlisted(reason, folder, IMAGES, names_in(index.more))))
         self.records = Files(folder, index._replace(left_out=(), more={}), ListFile(file, "image"))
-        self.records.reading = reading
+        self.records.upright = upright
 
     def __len__(self) -> int:
         return len(self.records)
@@ -180,7 +179,7 @@ class CocoPictures:
         digest = hashlib.sha256(repr(self.categories).encode())
         for array in (self._rows, self._ends, self.sizes):
             digest.update(array.tobytes())
-        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}{self.records.reading}"
+        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}{' upright' * self.records.upright}"
 
     def name(self, sample: int) -> str:
         """Returns the path of an image."""
@@ -198,7 +197,7 @@ class CocoPictures:
             Corrupt: If it can't be decoded, or its size differs from the annotations'.
         """
         data = self.records.read(sample)
-        image = self._decode(data, self.records.reading)[0].permute(1, 2, 0).numpy()
+        image = self._decode(data, self.records.upright)[0].permute(1, 2, 0).numpy()
         height, width = self.sizes[sample].tolist()
         if image.shape[:2] != (height, width):
             raise Corrupt(
@@ -220,7 +219,7 @@ class CocoPictures:
         """Returns a hint if the EXIF orientation may explain a difference in size."""
         if (turn := self._orientation(data)) < SWAPPED:
             return ""
-        if self.records.reading.upright:
+        if self.records.upright:
             return (
                 f", before its EXIF orientation ({turn}) was applied; data.exif_orientation=ignore leaves it"
             )
@@ -236,7 +235,7 @@ class CocoPictures:
             everything: True to read every image, not 1000 of them.
         """
         of_boxes = self._remarks
-        if self.records.reading.upright:
+        if self.records.upright:
             return of_boxes
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
 

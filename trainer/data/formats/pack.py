@@ -23,7 +23,7 @@ import torch
 
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.index import Index, content_hash
-from trainer.data.formats.records import Reading, Records
+from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import INDEX, About, Shard, about_of, write_index
 from trainer.data.shared import name_columns
 from trainer.errors import BadInputError
@@ -120,7 +120,7 @@ def pack(
         shards = {"shards": [part.shard.model_dump() for part in made]}
         index = Index(columns, records.classes, records.left_out, shards)
         stored: Literal["files", "pixels"] = "pixels" if settings.raw else "files"
-        reading = records.reading._asdict()
+        reading = {"upright": records.upright}
         about = about_of(index, stored, records.fingerprint(), **vars(settings), reading=reading)
         return Packed(write_index(target, index, about), unreadable)
 
@@ -222,18 +222,18 @@ def _stored_one_by_one(
             data = records.read(sample)
         except Corrupt as error:  # its label may not be its own
             raise BadInputError(f"{records.name(sample)}: {error}") from error
-        stored = _stored(data, settings, records.reading)
+        stored = _stored(data, settings, records.upright)
         rows.append((len(stored.data), content_hash(stored.data), *stored[1:]))
         yield bytes(stored.data)
 
 
-def _stored(data: bytearray, settings: PackSettings, reading: Reading) -> _Stored:
+def _stored(data: bytearray, settings: PackSettings, upright: bool) -> _Stored:
     if not settings.decodes:
         return _Stored(data)
     from trainer.data.formats import decode  # torchvision takes 3 s to import
 
     try:
-        image = decode.decode_whole(data, reading)
+        image = decode.decode_whole(data, upright)
     except Corrupt:
         return _Stored(data, unreadable=True)
     height, width = image.shape[2:]

@@ -26,7 +26,7 @@ from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.files import LARGEST_FILE, fill_exactly, hint, open_sample_file, readable, unlisted
 from trainer.data.formats.index import Index, content_hash
-from trainer.data.formats.records import Reading, Records
+from trainer.data.formats.records import Records
 from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
@@ -96,7 +96,7 @@ class ShardedRecords(Records):
 
     def __init__(self, about: About, columns: Columns, store: ShardStore) -> None:
         self.about, self.raw = about, about.stored == "pixels"
-        self.reading = Reading(**about.settings.get("reading", {}))  # the pack's settings
+        self.upright = bool(about.settings.get("reading", {}).get("upright"))
         self.classes: Sequence[str] = tuple(about.classes)
         self._columns, self._store = columns, store
         self.left_out = tuple(about.left_out)
