@@ -16,7 +16,6 @@ from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data
-from trainer.data.formats import files
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.sharded import in_shards
@@ -120,16 +119,6 @@ def test_what_an_index_makes_of_a_tar(made: str, tmp_path: Path) -> None:
     assert index_shards(tmp_path, image=image).samples == samples
     line = left_out_line(tuple(in_shards(tmp_path).left_out))
     assert named(line, names) and bool(line) == bool(names)
-
-
-def test_an_image_of_gigabytes_is_none(tmp_path: Path) -> None:
-    size = files.LARGEST_FILE + 1
-    with (tmp_path / "s.tar").open("wb") as file:
-        file.write(header("a.png", size))
-        file.seek(512 + (size + 511) // 512 * 512)
-        file.write(header("a.cls", 1) + b"0".ljust(512, b"\0") + bytes(1024))
-    with refused(tmp_path / "s.tar", f"{size:,}"):
-        index_shards(tmp_path)
 
 
 def test_folders_without_shards_and_links_in_shards(tmp_path: Path) -> None:

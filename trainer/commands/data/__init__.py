@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.launch.signals import unwound
 from trainer.observe.console import progress_bar, say
+from trainer.observe.text import megabytes
 from trainer.runs.flags import add_settings
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def _pack(options: argparse.Namespace) -> int:
         with writing(str(target)), progress_bar(f"packing {source}", len(records)) as advance:
             about, unreadable = pack(records, target, settings, processes, advance)
         size = sum(shard.bytes for shard in about.shards)
-        say(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
+        say(f"{target}: {about.samples:,} samples, {megabytes(size)} in {len(about.shards)} shards")
         _tell_left_out(about.left_out)
         if len(unreadable):
             say(f"  {_unreadable(records, unreadable)}")
@@ -341,11 +342,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return " / ".join(f"{number:,.10g}" for number in value)
-
-
-def _bytes(size: int) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:,.4g} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    return f"{size:,.4g} GB"

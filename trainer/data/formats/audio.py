@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field, spread
-from trainer.data.formats.files import Files, NotAFileError, open_sample_file, readable, size_of
+from trainer.data.formats.files import Files, open_sample_file, readable, size_of
 from trainer.data.formats.records import RecordsDataset
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
@@ -125,8 +125,6 @@ class AudioFolder(RecordsDataset):
                     raise
             finally:
                 os.close(file)
-        except NotAFileError as error:
-            raise Corrupt("isn't a file") from error
         except OSError as error:
             raise BadInputError(
                 f"{readable(path)}: can't be read ({error.strerror}); was it moved while the run goes on?"

@@ -126,23 +126,18 @@ class Files(Records):
         return os.path.join(self._root, self.file_name(sample))  # noqa: PTH118  (bytes)
 
 
-class NotAFileError(OSError):
-    """Raised for a folder, a pipe or a device instead of a file."""
-
-
 def open_sample_file(path: bytes | Path) -> tuple[int, os.stat_result]:
     """Opens a regular file for reading; returns its descriptor, which the caller closes, and its status.
 
     Raises:
-        NotAFileError: If it is a folder, a pipe or a device.
-        OSError: If it can't be opened.
+        OSError: If it can't be opened, or is a folder, a pipe or a device.
     """
     # O_NONBLOCK: opening a pipe without a writer would block.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     facts = os.fstat(file)
     if not stat.S_ISREG(facts.st_mode):
         os.close(file)
-        raise NotAFileError(0, "isn't a file")
+        raise OSError(0, "isn't a file")
     return file, facts
 
 
@@ -150,10 +145,8 @@ def read_exactly(file: int, start: int, count: int) -> bytearray:
     """Reads `count` bytes from byte `start` on of an open file, given by its descriptor.
 
     Raises:
-        OSError: If the file ends earlier, or `count` is above LARGEST_FILE.
+        OSError: If the file ends earlier.
     """
-    if count > LARGEST_FILE:
-        raise OSError(errno.EFBIG, f"has {count:,} bytes, and an image {LARGEST_FILE:,} at most")
     data = bytearray(count)
     fill_exactly(file, start, memoryview(data))
     return data
