@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trainer.config.data import Last
-from trainer.data.sampling.block_order import in_blocks
+from trainer.data.sampling.group_order import in_blocks
 from trainer.data.sampling.plan import Plan
 from trainer.rng import Ints
 
