@@ -5,9 +5,9 @@ divided into blocks of `shards_per_block` shards; samples are permuted within a 
 during one part of the epoch only.
 
 Buckets: of samples of similar length; all samples of a micro-batch come from one. Each epoch permutes the
-samples of every bucket, divides them into micro-batches, and permutes the micro-batches of all buckets. Samples
-left over at the ends of buckets are mixed; they fill the incomplete micro-batches at the start and end of an
-epoch.
+samples of every bucket, divides them into micro-batches, and permutes the micro-batches of all buckets.
+Samples left over at the ends of buckets are mixed; they fill the incomplete micro-batches at the start and
+end of an epoch.
 """
 
 from functools import lru_cache
