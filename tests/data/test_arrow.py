@@ -4,7 +4,6 @@ text; what isn't whole, or leads elsewhere, is refused in one line.
 
 import io
 import json
-import os
 import shutil
 import struct
 from pathlib import Path
@@ -41,19 +40,17 @@ def write(
     columns: dict[str, Any],
     features: dict[str, Any] | None = None,
     files: int = 2,
-    compression: str | None = None,
 ) -> Path:
     """A split as `Dataset.save_to_disk` leaves it: Arrow streams, and what they are as JSON."""
     folder.mkdir(parents=True)
     table = pyarrow.table(columns)
-    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
     names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
     per_file = -(-table.num_rows // files)
     for number, name in enumerate(names):
         part = table.slice(number * per_file, per_file)
         with (
             pyarrow.OSFile(str(folder / name), "wb") as sink,
-            pyarrow.ipc.new_stream(sink, part.schema, options=options) as to,
+            pyarrow.ipc.new_stream(sink, part.schema) as to,
         ):
             to.write_table(part, max_chunksize=3 if files > 1 else None)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names]}))
@@ -191,38 +188,32 @@ def state_of(*names: str, **more: Any) -> Any:
     return json_file("train/state.json", {"_data_files": [{"filename": name} for name in names], **more})
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path / "train" / "pipe")
-    state_of("pipe")(path)
-
-
-def train_of(columns: dict[str, Any], compression: str | None = None) -> Any:
+def train_of(columns: dict[str, Any]) -> Any:
     """Another training set, in one file."""
 
     def make(path: Path) -> None:
         shutil.rmtree(path / "train")
-        write(path / "train", columns, files=1, compression=compression)
+        write(path / "train", columns, files=1)
 
     return make
 
 
-def lying(columns: dict[str, Any], true: int, said: int, form: str = "<i") -> Any:
+def lying(columns: dict[str, Any], true: int, said: int) -> Any:
     """Another training set, with another number wherever its file says `true`."""
 
     def make(path: Path) -> None:
         train_of(columns)(path)
         file = path / "train" / "data-00000-of-00001.arrow"
         data = file.read_bytes()
-        assert struct.pack(form, true) in data
-        file.write_bytes(data.replace(struct.pack(form, true), struct.pack(form, said)))
+        assert struct.pack("<i", true) in data
+        file.write_bytes(data.replace(struct.pack("<i", true), struct.pack("<i", said)))
 
     return make
 
 
-ROWS, BYTES = 0x1234, 0x2345
-PICTURE, NAME = pyarrow.array([b"a" * BYTES]), pyarrow.array(["a" * ROWS])
+BYTES = 0x2345
+PICTURE = pyarrow.array([b"a" * BYTES])
 TWO = {"image": pyarrow.array([b"a" * BYTES] * 2), "label": pyarrow.array(["c", "c"])}
-LONG = pyarrow.array(["a" * 999]).dictionary_encode()
 ONE_LABEL = pyarrow.array([0])
 ONE = LAST.removeprefix("train/")
 
@@ -230,17 +221,12 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     # A reader takes the end of the file for the end of the stream.
     (ends_with(lambda data: data[:-8]), {}, f"{LAST}: byte"),
     (ends_with(lambda data: data[:100]), {}, LAST),
-    (ends_with(lambda data: data * 2), {}, f"{LAST}: byte"),
-    (ends_with(lambda data: data + bytes(1 << 17) + b"x"), {}, "131,073"),
     (ends_with(lambda _: b"version https://git-lfs.github.com/spec/v1\n"), {}, f"{LAST}: LFS"),
     (ends_with(lambda _: b"<html><body>404</body></html>"), {}, f"{LAST}: HTML"),
     (lambda path: (path / LAST).unlink(), {}, LAST),
-    (another_type, {}, "'label' int32 data-00000-of-00002.arrow int64"),
-    (state_of(ONE), {}, f"1 {ONE} 2"),
+    (another_type, {}, "train: 'label'"),
     (state_of(ONE, _indices_files=[{}]), {}, "rows"),
-    (state_of("/dev/zero"), {}, "'/dev/zero'"),
     (state_of("../other.arrow"), {}, "'../other.arrow'"),
-    (pipe, {}, "pipe"),
     (json_file("train/state.json", {"_data_files": [3]}), {}, "save_to_disk"),
     (json_file("train/state.json", r'{"_data_files": [{"filename": "\ud800"}]}'), {}, r"'\ud800'"),
     (json_file("train/state.json", "{}"), {}, "state.json:"),
@@ -259,23 +245,9 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (None, {"label_column": "image"}, "row 0 'image': label"),
     (None, {"eval_split": "dev"}, "'dev' test, train"),
     (train_of({"image": [{"bytes": 10**12}], "label": [0]}), {}, "'image' int64"),
-    (train_of({"image": [{"x" * 100_000: 1}], "label": [0]}), {}, "'image'"),
     (train_of({f"{n}{'x' * 99}": [1] for n in range(2000)}), {}, "'image'"),
-    (train_of({"image": PICTURE, "label": ONE_LABEL}, "lz4"), {}, "compressed"),
-    (
-        train_of({"image": PICTURE, "label": LONG}, "zstd"),
-        {},
-        "compressed",
-    ),
     (lying({"image": PICTURE, "label": ONE_LABEL}, BYTES, 1 << 30), {}, "arrow"),
-    (lying({"image": PICTURE, "label": NAME}, ROWS, -1), {}, "arrow"),
     (lying(TWO, BYTES, 1 << 30), {}, "arrow"),
-    (lying(TWO, BYTES, -1), {}, "arrow"),
-    (
-        lying({"image": pyarrow.nulls(ROWS, pyarrow.binary()), "label": [0] * ROWS}, ROWS, 1 << 40, "<q"),
-        {},
-        "arrow",
-    ),
 ]
 
 

@@ -15,16 +15,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.batches import CPU, read_all, source
 from tests.helpers.refusals import named, refused
-from trainer.config.data import LoaderConfig, OnCorrupt
+from trainer.config.data import OnCorrupt
 from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Bad
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.records import LABEL
-from trainer.data.loader import RingLoader
-from trainer.errors import BadInputError
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -104,25 +101,6 @@ def test_channels_and_sample_formats(tmp_path: Path, sound: Any, how: dict[str, 
     assert list(Read(data)) == [expected]
 
 
-def many(root: Path) -> Path:
-    random = np.random.default_rng(2)
-    for number in range(20):
-        sound = random.integers(-9999, 9999, int(random.integers(50, 300))).astype(np.int16)
-        write(root / f"class {number % 3}" / f"{number}.{('wav', 'flac')[number % 2]}", sound)
-    (root / "class 1" / "4.wav").write_bytes(b"torn")
-    return root
-
-
-def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
-    what = source(folder(many(tmp_path), random_crop=True, on_corrupt="skip"), "cross")
-    batches = what.share.batches()
-    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert len({batch[0] for batch in expected}) == len(batches)
-    config = LoaderConfig(start_method="fork")
-    assert read_all(RingLoader(what, CPU, 2, config), batches) == expected
-    assert read_all(RingLoader(what, CPU, 0, config), batches[4:]) == expected[4:]
-
-
 def pieces(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
     body = b"".join(
         struct.pack("<4sI", name, len(data)) + data + bytes(len(data) % 2) for name, data in chunks
@@ -141,7 +119,6 @@ def encoded(form: str, **how: Any) -> bytes:
 
 
 NOISE = np.random.default_rng(0).integers(-9999, 9999, 9000).astype(np.int16)
-FLAC, WAV = encoded("FLAC"), encoded("WAV")
 RIFX, RF64 = encoded("WAV", endian="BIG"), encoded("RF64")
 
 
@@ -150,11 +127,6 @@ RIFX, RF64 = encoded("WAV", endian="BIG"), encoded("RF64")
 
 def truncated(path: Path, share: float) -> None:
     os.truncate(path, int(path.stat().st_size * share))
-
-
-def other_thing(path: Path, make: Callable[[Path], object]) -> None:
-    path.unlink()
-    make(path)
 
 
 def endless(path: Path) -> None:
@@ -179,11 +151,9 @@ def content(data: bytes) -> Callable[[Path], object]:
 BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("wav", lambda path: truncated(path, 0.999), "short"),
     ("flac", lambda path: truncated(path, 0.5), "victim.flac:"),
-    ("flac", lambda path: truncated(path, 0.95), "victim.flac:"),
     ("flac", endless, "long"),
     ("wav", content(b""), "empty"),
     ("flac", content(bytes(5000)), "decoded"),
-    ("wav", lambda path: path.write_bytes(path.read_bytes()[:43]), "short"),
     ("wav", lambda path: path.write_bytes(path.read_bytes()[:8]), "decoded"),
     ("wav", content(b"<html><body>404</body></html>"), "HTML"),
     ("flac", content(b"version https://git-lfs.github.com/spec/v1\n"), "LFS"),
@@ -193,8 +163,7 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("wav", one_float(np.nan), "number"),
     ("wav", one_float(30_000.0), "1.0"),
     ("wav", lambda path: write(path, ramp(9000), subtype="GSM610"), "ffmpeg"),
-    *(("wav", content(data[:-1]), "short") for data in (RIFX, RF64, pieces(FORMAT, (b"data", SOUND)))),
-    ("wav", lambda path: other_thing(path, os.mkfifo), "file"),
+    *(("wav", content(data[:-1]), "short") for data in (RIFX, RF64)),
 ]
 
 
@@ -262,43 +231,15 @@ def test_a_disk_that_fails_is_not_corruption(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "content",
     [
-        pieces(FORMAT, (b"LIST", b"odd"), (b"data", SOUND)),
-        pieces(FORMAT, (b"data", SOUND), (b"LIST", b"after")),
-        pieces(FORMAT, (b"data", SOUND)) + b"rubbish",
+        pieces(FORMAT, (b"LIST", b"odd"), (b"data", SOUND), (b"LIST", b"after")) + b"rubbish",
         pieces(FORMAT, (b"data", SOUND), size=0xFFFFFFFF).replace(b"data\xc8\0\0\0", b"data\xff\xff\xff\xff"),
-        pieces(FORMAT, (b"data", SOUND), size=9),
     ],
-    ids=["odd chunk before", "chunk after", "rubbish after", "written to a pipe", "wrong size of it all"],
-)  # fmt: skip
+    ids=["chunks and rubbish around", "written to a pipe"],
+)
 def test_what_is_only_odd_is_read(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.wav").write_bytes(content)
     assert list(Read(folder(tmp_path))) == [ramp(100).tolist()]
-
-
-def test_a_folder_that_is_wrong_is_one_line(tmp_path: Path) -> None:
-    write(tmp_path / "x.wav", ramp(9))
-    with refused(tmp_path, ".wav, .flac"):
-        folder(tmp_path)
-    write(tmp_path / "a" / "x.wav", ramp(9))
-    with refused("0.0001 1000"):
-        folder(tmp_path, 0.0001)
-
-
-@pytest.mark.parametrize("tag", [1, 200_000])
-def test_a_tag_before_flac_is_skipped(tmp_path: Path, tag: int) -> None:
-    """As taggers write it; soundfile by itself reads such a file from its start only."""
-    plain = write(tmp_path / "plain" / "a" / "0.flac", ramp(9000))
-    digits = bytes((tag >> shift) & 0x7F for shift in (21, 14, 7, 0))
-    tagged = tmp_path / "tagged" / "a" / "0.flac"
-    tagged.parent.mkdir(parents=True)
-    tagged.write_bytes(b"ID3\x04\0\0" + digits + bytes(tag) + plain.read_bytes())
-    for start in (None, 0.0, 0.7):
-        one, other = (
-            Read(folder(tmp_path / part, 0.25, start is not None), random=start)
-            for part in ("plain", "tagged")
-        )
-        assert any(one[0]) and one == other
 
 
 def test_another_sample_rate_is_found_by_the_headers_before_a_run(tmp_path: Path) -> None:
@@ -326,19 +267,3 @@ def test_floats_that_are_clipped_are_told(tmp_path: Path, capsys: pytest.Capture
         assert named(folder(tmp_path).remarks(everything), "1 1 1.0 1.2", file)
     check_data("fast", False, [CheckedData("training", folder(tmp_path), 0)])
     assert named(capsys.readouterr().err, "training 1 1.2")
-
-
-@pytest.mark.parametrize(
-    ("content", "rest"),
-    [(FLAC, b"rubbish"), (FLAC, FLAC), (WAV, WAV), (RIFX, b"rubbish"), (RF64, WAV)],
-    ids=["FLAC", "two FLAC", "two WAV", "RIFX", "RF64"],
-)
-def test_what_lies_behind_the_end_is_not_heard(tmp_path: Path, content: bytes, rest: bytes) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.wav").write_bytes(content)
-    alone = Read(folder(tmp_path))
-    (tmp_path / "a" / "x.wav").write_bytes(content + rest)
-    try:
-        assert Read(folder(tmp_path)) == alone
-    except BadInputError as error:  # libsndfile's word
-        assert named(str(error), "x.wav")

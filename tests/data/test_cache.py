@@ -231,25 +231,14 @@ def test_an_index_without_a_length_that_is_cut_off_is_fetched_again(
 # What others wrote to the cache, and servers without an end.
 
 
-def broken(path: Path, how: str) -> None:
-    """Makes a file of the cache another one of the same size; or something else of that name."""
-    data = path.read_bytes()
-    if how == "in place":
-        with path.open("r+b") as file:
-            file.seek(len(data) // 2)
-            file.write(bytes([data[len(data) // 2] ^ 1]))
-        return
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("how", ["in place", "fifo"])
 def test_a_piece_that_others_changed_is_named_and_fetched_again(
-    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, path = Cached(f"{web.url}/data", tmp_path, None), place_of(tmp_path, "one")
     assert read(place, "one") == content("one")
-    broken(path, how)
+    with path.open("r+b") as file:
+        file.seek(SIZE // 2)
+        file.write(bytes([content("one")[SIZE // 2] ^ 1]))
     for _ in range(2):  # once is enough
         assert read(place, "one") == content("one") == path.read_bytes()
     (line,) = capsys.readouterr().err.splitlines()
@@ -290,17 +279,16 @@ def test_an_index_without_an_end_is_refused(
     assert list((tmp_path / "cache").rglob("*.part")) == []
 
 
-@pytest.mark.parametrize("where", ["file:///etc/passwd", "/data/one"])
-def test_a_redirect_that_is_refused_is_not_tried_again(web: Web, tmp_path: Path, where: str) -> None:
+def test_a_redirect_that_is_refused_is_not_tried_again(web: Web, tmp_path: Path) -> None:
     asked = list[str]()
 
     def lead(environ: Any, start: Any) -> list[bytes]:
         asked.append(environ["PATH_INFO"])
-        start("302 Found", [("Location", where)])
+        start("302 Found", [("Location", "file:///etc/passwd")])
         return []
 
     web.app._app = lead
     with refused("/data/one:"):
         Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
-    assert len(asked) == (10 if where == "/data/one" else 1)  # a circle is followed ten times
+    assert len(asked) == 1
     assert list(tmp_path.glob("*.shard*")) == []

@@ -68,23 +68,6 @@ def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
     assert stats.chi2_contingency([counts[there], theirs[there]]).pvalue > 0.001
 
 
-@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
-def test_a_draw_is_looked_up_from_any_start_and_for_any_number_of_ranks(last: Last) -> None:
-    order = plan(last=last, epochs=3)
-    numbers = np.arange(order.steps * order.micro_batches)
-    whole: Any = order.read(numbers)
-    rng = np.random.default_rng(0)
-    some = rng.permutation(numbers)[:40]
-    again: Any = order.read(some)
-    assert all(np.array_equal(a[some], b) for a, b in zip(whole, again, strict=True))
-    for world in (1, 2, 4):
-        shares = [Share(order, rank, world) for rank in range(world)]
-        steps = [
-            one.micro_batches(np.arange(one.batches()[-1] + 1).reshape(order.steps, -1)) for one in shares
-        ]
-        assert np.array_equal(order.read(np.concatenate(steps, 1).reshape(-1)).sample, whole.sample)
-
-
 @pytest.mark.compat
 def test_the_draws_never_change_between_versions() -> None:
     """A resumed run must find the order it was started with; so these are written down."""

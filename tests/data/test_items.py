@@ -15,19 +15,14 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 
 from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
-from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
 from trainer.config.user_file import run_file
 from trainer.data.items import ItemDataset
 from trainer.data.workers import check_importable
-from trainer.distributed.parallel import World
 from trainer.errors import OwnCodeError
 from trainer.host.limits import Limits
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.loading import choose_loading
-from trainer.train.components.run import build
-from trainer.train.evaluate import evaluate
-from trainer.train.step import train_step
 
 
 class Points(torch.utils.data.Dataset[Any]):
@@ -145,28 +140,6 @@ def test_each_sample_and_each_epoch_draws_otherwise_and_the_evaluation_alike() -
     held = run.evaluation_share.batches()
     once, again = ([b.fields["x"].clone() for b in run.evaluation_loader(held)] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-
-
-def trained_on(world: World, workers: int) -> tuple[list[float], dict[str, float]]:
-    recipe = recipe_of(workers=workers, last_batch="weighted")
-    task = task_of()
-    run = build(recipe, task, world, workers)
-    run.replica.train()
-    losses, batches = [], run.loader(run.share.batches())
-    for step in range(run.steps):
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss))
-    metrics = evaluate(
-        task, run.state.model, run.evaluation_loader, run.evaluation_share, world, recipe.precision
-    )
-    run.close()
-    return losses, metrics
-
-
-def test_ranks_and_workers_change_no_bit(ranks: Ranks) -> None:
-    alone = ranks.run(1, trained_on, 0)[0]
-    assert len(alone[0]) == 9, "the last step of each of three epochs has 5 of 8 samples"
-    assert ranks.run(2, trained_on, 1) == [alone] * 2
 
 
 def test_tuples_are_fields_by_number_and_a_fingerprint_tells_data_apart() -> None:

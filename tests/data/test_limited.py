@@ -131,7 +131,7 @@ def test_of_every_format(kind: str, tmp_path: Path, photographs: Path) -> None:
         assert type(few) is type(whole), "predict and the diagnosis ask for it"
         assert [some.records.name(n) for n in range(4)] == [records.name(n) for n in numbers]
         assert some.records.labels.tolist() == records.labels[chosen].tolist()
-        assert some.records.reading == records.reading
+        assert some.records.upright == records.upright
         assert some.records.absent() == ""
         assert some.left_out == getattr(whole, "left_out", None)
 

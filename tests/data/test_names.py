@@ -12,7 +12,7 @@ from trainer.data.audio_sets import split_by_lists
 from trainer.data.check import CheckedData, check_data
 from trainer.data.formats.boxes import BoxedImages
 from trainer.data.formats.coco import CocoPictures
-from trainer.data.formats.names import hint
+from trainer.data.formats.files import hint
 from trainer.data.formats.tables import in_table
 
 NFC, NFD = "é.jpg", unicodedata.normalize("NFD", "é.jpg")

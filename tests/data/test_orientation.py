@@ -23,11 +23,9 @@ from trainer.data.formats.boxes import BoxedImages
 from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
-from trainer.data.formats.records import Reading
 from trainer.data.sources import load_images
 from trainer.errors import BadInputError
 
-UPRIGHT = Reading(upright=True)
 SIDE = 32
 
 
@@ -61,10 +59,10 @@ def evaluated(**data: Any) -> tuple[npt.NDArray[np.uint8], str]:
     return out["image"], dataset.fingerprint()
 
 
-def packed(folder: Path, target: Path, reading: Reading, settings: PackSettings) -> Path:
+def packed(folder: Path, target: Path, upright: bool, settings: PackSettings) -> Path:
     for part in ("train", "val"):
         records = in_folder(folder / part)
-        records.reading = reading
+        records.upright = upright
         pack(records, target / part, settings)
     return target
 
@@ -79,13 +77,13 @@ def test_the_key_is_followed_by_each_format_and_is_in_the_fingerprint(
     records = in_folder(photographs / "val")
     assert [photograph(0) == records.read(number) for number in same] == [True] * 2, "orientation 1"
     cases = (
-        ("copied", UPRIGHT, PackSettings(), upright),
-        ("pixels", UPRIGHT, PackSettings(raw=True), upright),
-        ("pixels as stored", Reading(), PackSettings(raw=True), stored),
-        ("small ones are kept as they are", UPRIGHT, PackSettings(40), upright),
+        ("copied", True, PackSettings(), upright),
+        ("pixels", True, PackSettings(raw=True), upright),
+        ("pixels as stored", False, PackSettings(raw=True), stored),
+        ("small ones are kept as they are", True, PackSettings(40), upright),
     )
-    for name, reading, settings, expected in cases:
-        path = packed(photographs, tmp_path / name, reading, settings)
+    for name, upright_too, settings, expected in cases:
+        path = packed(photographs, tmp_path / name, upright_too, settings)
         assert np.array_equal(evaluated(name="pack", path=path)[0], expected), name
     assert np.array_equal(
         evaluated(name="pack", path=tmp_path / "copied", exif_orientation="ignore")[0], stored
@@ -149,10 +147,10 @@ def test_coco_says_when_exif_is_why_sizes_differ(tmp_path: Path) -> None:
         Corrupt, match=r"say 30 x 40; its EXIF orientation is 6: data\.exif_orientation=apply"
     ):
         CocoPictures(tmp_path, "val", "fail").read(0)
-    assert CocoPictures(tmp_path, "val", "fail", UPRIGHT).read(0).image.shape == (40, 30, 3)
+    assert CocoPictures(tmp_path, "val", "fail", True).read(0).image.shape == (40, 30, 3)
     coco(tmp_path / "stored", (40, 30), 6)
     with pytest.raises(Corrupt, match=r"before its EXIF orientation \(6\) was applied.*=ignore leaves it"):
-        CocoPictures(tmp_path / "stored", "val", "fail", UPRIGHT).read(0)
+        CocoPictures(tmp_path / "stored", "val", "fail", True).read(0)
 
 
 @pytest.mark.parametrize(("orientation", "warned"), [(1, False), (3, True), (6, True)])
@@ -160,8 +158,8 @@ def test_boxes_of_turned_images_are_warned_of(
     orientation: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coco(tmp_path, (40, 30), orientation)
-    for reading, expected in ((Reading(), warned), (UPRIGHT, False)):
-        pictures = CocoPictures(tmp_path, "train", "fail", reading)
+    for upright, expected in ((False, warned), (True, False)):
+        pictures = CocoPictures(tmp_path, "train", "fail", upright)
         check_data("fast", False, [CheckedData("training", BoxedImages(pictures, 64, 5, None), 0)])
         line = capsys.readouterr().err
         assert ("1 of 1 images are to be turned or mirrored by their EXIF" in line) is expected

@@ -1,4 +1,4 @@
-"""Promise: packs and shards are whole or absent, are gone on with, and say what was changed in them."""
+"""Promise: packs and shards are whole or absent, and say what was changed in them."""
 
 import io
 import json
@@ -19,13 +19,13 @@ import pytest
 from PIL import Image
 
 from benchmarks.photographs import write_photographs
+from tests.helpers.refusals import refused
 from tests.helpers.waiting import until
 from trainer.cli import main
 from trainer.data.formats.files import in_folder
-from trainer.data.formats.pack import UNFINISHED, PackSettings, _work_off, pack
+from trainer.data.formats.pack import PackSettings, _work_off, pack
 from trainer.data.formats.sharded import COLUMNS, INDEX, in_shards
 from trainer.errors import BadInputError
-from trainer.host import files as disk
 
 SIZE = 160, 120
 
@@ -73,88 +73,22 @@ def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> Non
     assert np.abs(found - expected).mean() < 6, "JPEG at quality 90"
     assert small.about.source == records.fingerprint()
     settings = {"short_side": 96, "quality": 90, "raw": False}
-    assert small.about.settings == {**settings, "reading": {"upright": False, "bits": 0}}
+    assert small.about.settings == {**settings, "reading": {"upright": False}}
 
 
-def test_a_pack_that_was_killed_is_gone_on_with(photographs: Path, tmp_path: Path) -> None:
-    target, whole = tmp_path / "killed", tmp_path / "whole"
-    records = in_folder(photographs)
-
-    def kill(_: int) -> None:
-        if list(target.glob(f"{UNFINISHED}/*.safetensors")):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    packing = multiprocessing.get_context("fork").Process(
-        target=pack, args=(records, target, PackSettings(100), 1, kill)
-    )
-    packing.start()
-    packing.join(300)
-    assert packing.exitcode == -signal.SIGKILL
-    with pytest.raises(BadInputError, match=r"no index\.json; make it"):
-        in_shards(target)
-    first = next(target.glob("00000.bin")).stat().st_mtime_ns
-    with pytest.raises(BadInputError, match="unfinished pack of other data or settings"):
-        pack(records, target, PackSettings(50))
-    pack(records, target, PackSettings(100))
-    assert (target / "00000.bin").stat().st_mtime_ns == first, "what was finished is kept"
-    pack(records, whole, PackSettings(100))
-    assert content(target) == content(whole)
-
-
-def flipped(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-200] ^= 1
-    file.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda work: flipped(next(work.glob("00000-*"))),
-        lambda work: next(work.glob("00000-*")).write_bytes(b""),
-        lambda work: (work.parent / "00000.bin").unlink(),
-    ],
-    ids=["a flipped bit", "empty", "a shard that is gone"],
-)
-def test_a_damaged_file_of_an_unfinished_pack_is_written_again(
-    damage: Callable[[Path], object], photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_pack_that_was_interrupted_is_none_and_is_made_anew(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records, target, whole = in_folder(photographs), tmp_path / "killed", tmp_path / "whole"
+    records, target, whole = in_folder(photographs), tmp_path / "cut", tmp_path / "whole"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("trainer.data.formats.pack.write_index", mock.Mock(side_effect=KeyboardInterrupt))
-        pack(records, target, PackSettings())
-    damage(target / UNFINISHED)
-    pack(records, target, PackSettings())
-    pack(records, whole, PackSettings())
+        pack(records.only(np.arange(140)), target, PackSettings(50))
+    (target / "00007.bin").write_bytes(b"of more samples")
+    with refused(INDEX, target):
+        in_shards(target)
+    pack(records, target, PackSettings(100))
+    pack(records, whole, PackSettings(100))
     assert content(target) == content(whole)
-
-
-def test_a_full_disk_leaves_what_can_be_gone_on_with(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write = disk.write_file
-
-    def full(path: Path, parts: Any) -> str:
-        if path.name == "00001.bin":
-            raise OSError(28, "No space left on device")
-        return write(path, parts)
-
-    arguments = [
-        "data",
-        "pack",
-        str(photographs),
-        str(tmp_path / "p"),
-        "--short-side",
-        "64",
-        "--processes",
-        "1",
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "write_file", full)
-        assert main(arguments) == 2
-    assert "can't be written (No space left on device)" in capsys.readouterr().err
-    assert main(arguments) == 0
-    assert len(in_shards(tmp_path / "p")) == 150
 
 
 def test_two_at_once_is_one_too_many(photographs: Path, tmp_path: Path) -> None:
@@ -165,27 +99,27 @@ def test_two_at_once_is_one_too_many(photographs: Path, tmp_path: Path) -> None:
             pack(records, tmp_path / "p", PackSettings(32))
 
     pack(records, tmp_path / "p", PackSettings(32), advance=second)
+    assert len(in_shards(tmp_path / "p")) == 150
 
 
 @pytest.mark.xdist_group("forkserver")
-@pytest.mark.parametrize(("processes", "busy_in"), [(2, "as_completed")])
 def test_a_signal_ends_a_pack_and_its_processes(
-    processes: int, busy_in: str, photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
+    photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     """Killed by the signal, the parent would leave its semaphores to the resource tracker, which says so."""
     monkeypatch.setattr(
-        f"trainer.data.formats.pack.{busy_in}", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        "trainer.data.formats.pack.as_completed", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )
     before, others = signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()}
     arguments = ["data", "pack", str(photographs), str(tmp_path / "p"), "--processes"]
     with pytest.raises(SystemExit) as ended:
-        main([*arguments, str(processes)])
+        main([*arguments, "2"])
     assert ended.value.code == 128 + signal.SIGTERM
     assert capfd.readouterr().err.splitlines() == ["trainer: stopped by SIGTERM"]
     assert {*multiprocessing.active_children()} == others
     assert signal.getsignal(signal.SIGTERM) == before
     monkeypatch.undo()
-    assert main([*arguments, "1"]) == 0  # goes on
+    assert main([*arguments, "1"]) == 0  # anew
     assert len(in_shards(tmp_path / "p")) == 150
 
 

@@ -118,14 +118,6 @@ def test_ranks_together_read_each_step(plan: Plan, world: int) -> None:
                 assert np.array_equal(mine[step * per_rank : (step + 1) * per_rank], expected)
 
 
-@given(plan=plans(), data=st.data())
-def test_starting_in_the_middle_is_the_same_order(plan: Plan, data: st.DataObject) -> None:
-    share = Share(plan, data.draw(st.integers(0, 1)), 2)
-    first = data.draw(st.integers(0, plan.steps))
-    later, whole = share.batches(first), share.batches()
-    assert list(later) == list(whole)[first * share.gradient_accumulation_steps :]
-
-
 @given(plan=plans())
 def test_each_epoch_holds_each_sample_once(plan: Plan) -> None:
     epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.micro_batches)))
@@ -223,11 +215,3 @@ def test_few_samples_come_in_every_order_equally_often(size: int) -> None:
     _, counts = np.unique(orders(size, 24_000), axis=0, return_counts=True)
     assert len(counts) == math.factorial(size)
     assert_uniform(counts, len(counts) - 1)
-
-
-def test_epochs_and_seeds_differ() -> None:
-    positions = np.arange(100)
-    first, other_epoch = (permuted(0, np.full(100, epoch), positions, 100) for epoch in (0, 1))
-    other_seed = permuted(1, np.zeros(100, np.int64), positions, 100)
-    assert (first == other_epoch).mean() < 0.1
-    assert (first == other_seed).mean() < 0.1

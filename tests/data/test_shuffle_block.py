@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trainer.config.data import Last
-from trainer.data.sampling.block_order import in_blocks
-from trainer.data.sampling.plan import Plan, Share
-from trainer.rng import Ints, permuted
+from trainer.data.sampling.group_order import in_blocks
+from trainer.data.sampling.plan import Plan
+from trainer.rng import Ints
 
 pytestmark = pytest.mark.compat
 
@@ -92,29 +92,3 @@ def test_a_plan_has_this_order_in_every_epoch_also_across_the_border(plan: Plan)
         expected = epoch_of(list(plan.shards), plan.shards_per_block, plan.seed, number)
         assert np.array_equal(seen, expected[: len(seen)])
         assert plan.last == "drop" or len(seen) == plan.samples
-
-
-def test_the_plain_order_is_the_one_without_shards() -> None:
-    plain = Plan(100, 10, 5, 3, "cross", 7)
-    shards = Plan(100, 10, 5, 3, "cross", 7, shards=(40, 60))
-    micro_batches = np.arange(plain.steps * plain.micro_batches)
-    assert np.array_equal(plain.read(micro_batches).sample, shards.read(micro_batches).sample)
-    epoch, position = np.divmod(np.arange(300), 100)
-    assert np.array_equal(plain.read(micro_batches).sample.flatten(), permuted(7, epoch, position, 100))
-
-
-def test_seed_and_block_key_the_order_inside() -> None:
-    one, other = (epoch_of([100], 1, seed=seed) for seed in (0, 1))
-    assert (one == other).mean() < 0.1
-    first, second = epoch_of([100, 100], 1).reshape(2, 100) % 100
-    assert (first == second).mean() < 0.1
-
-
-@given(plan=plans(), world=st.sampled_from((1, 2, 4)))
-def test_any_world_size_reads_the_same_steps(plan: Plan, world: int) -> None:
-    whole = plan.read(np.arange(plan.steps * plan.micro_batches)).sample.reshape(plan.steps, -1)
-    parts = [
-        plan.read(share.micro_batches(np.arange(len(share.batches())))).sample.reshape(plan.steps, -1)
-        for share in (Share(plan, rank, world) for rank in range(world))
-    ]
-    assert np.array_equal(np.concatenate(parts, 1), whole)

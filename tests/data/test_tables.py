@@ -19,7 +19,7 @@ from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered
+from trainer.data.formats.labels import LabelError, label_of, numbered
 from trainer.data.formats.tables import in_table
 from trainer.data.sources import check_alike, load_images, more_images
 
@@ -91,16 +91,8 @@ def parquet_of(label: Any, path: Any = ("a.jpg", "b.jpg"), **how: Any) -> bytes:
     return file.getvalue()
 
 
-def repeated(path: str, label: str, count: int = 20_000) -> bytes:
-    """Parquet of as many rows, all alike, in a few hundred bytes."""
-    same = pyarrow.array(np.zeros(count, np.int32))
-    made = [pyarrow.DictionaryArray.from_arrays(same, pyarrow.array([one])) for one in (path, label)]
-    return parquet_of(made[1], made[0], compression="zstd", store_schema=False)
-
-
 DAMAGED = bytearray(parquet_of(["c"] * 5000, [f"{n}.png" for n in range(5000)]))
 DAMAGED[4:68] = b"\xff" * 64
-SHARED = {"use_dictionary": False, "column_encoding": {"path": "DELTA_BYTE_ARRAY", "label": "PLAIN"}}
 
 # id: the content of a table, or its labels and the number of its classes, or what is told of it.
 TABLES: dict[str, tuple[bytes, Sequence[int], int, str]] = {
@@ -134,22 +126,7 @@ TABLES: dict[str, tuple[bytes, Sequence[int], int, str]] = {
     "parquet lists": (parquet_of([[0], [1]]), [], 0, "row 1: [0] list"),
     "parquet dates": (parquet_of([DATE, DATE]), [], 0, "timestamp"),
     "parquet missing": (parquet_of(pyarrow.array(["a", "<NA>"]).dictionary_encode()), [], 0, "row 2: '<NA>'"),
-    "parquet twice": (
-        parquet_of([0, 1]) * 2,
-        [],
-        0,
-        "parquet",
-    ),  # half of the rows
     "parquet damaged": (bytes(DAMAGED), [], 0, "parquet"),
-    "parquet long path": (repeated("a" * (1 << 20), "c"), [], 0, "path"),
-    "parquet long label": (repeated("a", "c" * (1 << 20)), [], 0, "label"),
-    "parquet long list": (parquet_of([["c"] * 100_000], ["a"]), [], 0, "label"),
-    "parquet shared begin": (
-        parquet_of(["c"] * 300, ["p" * 100_000 + str(i) for i in range(300)], compression="zstd", **SHARED),
-        [],
-        0,
-        "path",
-    ),
 }
 
 
@@ -166,23 +143,6 @@ def test_what_is_read_of_a_table(made: str, tmp_path: Path) -> None:
     table = in_table(file)
     assert table.labels.tolist() == labels and len(table.classes) == classes
     str(table.classes).encode()
-
-
-def test_a_text_of_parquet_is_held_once(tmp_path: Path) -> None:
-    labels = pyarrow.DictionaryArray.from_arrays(np.zeros(3000, np.int8), pyarrow.array(["c" * 10_000]))
-    found = labels_in(pyarrow.chunked_array([labels]))
-    assert len(found) == 3000 and len(set(map(id, found))) == 1
-    file = tmp_path / "train.parquet"
-    file.write_bytes(repeated("a" * 100_000, "c", 4000))
-    before = pyarrow.default_memory_pool()
-    pool = pyarrow.proxy_memory_pool(before)
-    pyarrow.set_memory_pool(pool)
-    try:
-        with refused(file, "path"):
-            in_table(file)
-    finally:
-        pyarrow.set_memory_pool(before)
-    assert pool.max_memory() < 64 << 20 < 4000 * 100_000
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

@@ -5,15 +5,17 @@ import io
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.helpers.image_folders import encoded, opened, picture
 from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data
-from trainer.data.formats import files
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.sharded import in_shards
@@ -65,8 +67,6 @@ def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     return member.tobuf(tarfile.GNU_FORMAT)
 
 
-DEEP = b"d/" * 100_000 + b"a.png"
-
 # id: the tar, the suffix of its images, the samples, and what is told; of a refusal no samples.
 TARS: dict[str, tuple[bytes, str, int | None, str]] = {
     "whole": (BOTH, "", 2, ""),
@@ -77,24 +77,9 @@ TARS: dict[str, tuple[bytes, str, int | None, str]] = {
     "cut in a member": (BOTH[: LAST + 600], "", None, "0.tar"),
     "damaged header": (with_bytes(SECOND, b"B"), "", None, f"0.tar {SECOND:,}"),
     "zeros between": (with_bytes(SECOND, bytes(512)), "", None, f"0.tar {SECOND:,}"),
-    "second archive": (BOTH + archive(*sample("c")), "", None, f"0.tar {END:,} {len(BOTH):,}"),
-    "junk far behind": (BOTH + bytes(2 << 20) + b"\n", "", None, f"0.tar {len(BOTH) + (2 << 20):,}"),
-    "negative size": (sized(b"c.jpg", -1024), "", None, f"0.tar {END:,}"),
-    "negative size of a hidden one": (sized(b"._c.jpg", -1024), "", None, f"0.tar {END:,}"),
+    "second archive": (BOTH + archive(*sample("c")), "", None, f"0.tar {END:,}"),
+    "junk far behind": (BOTH + bytes(2 << 20) + b"\n", "", None, f"0.tar {END:,}"),
     "endless size": (sized(b"c.jpg", 1 << 86), "", None, "0.tar"),
-    "endless header": (sized(b"c.jpg", 1 << 60, tarfile.XHDTYPE), "", None, "0.tar"),
-    "headers for headers": (
-        b"".join(header("x", 2, b"L") + b"a".ljust(512, b"\0") for _ in range(5000)),
-        "",
-        None,
-        "0.tar",
-    ),
-    "deep name": (
-        header("x", len(DEEP) + 1, b"L") + DEEP + bytes(-len(DEEP) % 512) + header("x", 0),
-        "",
-        None,
-        "0.tar",
-    ),
     "gzip": (gzip.compress(BOTH, mtime=0), "", None, "0.tar gzip"),
     "page": (b"<html>no such shard</html>", "", None, "0.tar HTML"),
     "hidden": (archive(("._a.jpg", b"x"), A[0], ("._a.cls", b"x"), A[1]), "", 1, "2 0.tar '._a.jpg'"),
@@ -113,13 +98,9 @@ TARS: dict[str, tuple[bytes, str, int | None, str]] = {
         1,
         "1 .r.jpg",
     ),
-    "absolute": (archive(("/etc/x.jpg", JPEG), ("/etc/x.cls", b"1")), "", None, "0.tar '/etc/x.jpg'"),
-    "leads out": (archive(("a/../../x.jpg", JPEG)), "", None, "0.tar 'a/../../x.jpg'"),
     "no sample": (archive(("x.txt", b"words")), "", None, ".txt"),
     "label no text": (archive(A[0], ("a.cls", b"\xff")), "", None, "0.tar 'a.jpg'"),
-    "label empty": (archive(A[0], ("a.cls", b" ")), "", None, "0.tar 'a.jpg'"),
     "label negative": (archive(A[0], ("a.json", b'{"label": -1}')), "", None, "0.tar 'a.jpg'"),
-    "label a list": (archive(A[0], ("a.json", b'{"label": [1]}')), "", None, "0.tar 'a.jpg'"),
     "json a list": (archive(A[0], ("a.json", b"[1]")), "", None, "0.tar 'a.jpg'"),
 }
 
@@ -138,16 +119,6 @@ def test_what_an_index_makes_of_a_tar(made: str, tmp_path: Path) -> None:
     assert named(line, names) and bool(line) == bool(names)
 
 
-def test_an_image_of_gigabytes_is_none(tmp_path: Path) -> None:
-    size = files.LARGEST_FILE + 1
-    with (tmp_path / "s.tar").open("wb") as file:
-        file.write(header("a.png", size))
-        file.seek(512 + (size + 511) // 512 * 512)
-        file.write(header("a.cls", 1) + b"0".ljust(512, b"\0") + bytes(1024))
-    with refused(tmp_path / "s.tar", f"{size:,}"):
-        index_shards(tmp_path)
-
-
 def test_folders_without_shards_and_links_in_shards(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "s.tar")
     with refused(tmp_path, ".tar"):
@@ -161,8 +132,7 @@ def test_folders_without_shards_and_links_in_shards(tmp_path: Path) -> None:
         entry = tarfile.TarInfo("y.jpg")
         entry.type, entry.linkname = tarfile.LNKTYPE, "a.jpg"
         tar.addfile(entry)
-    with refused(tmp_path / "0.tar", "'y.jpg'"):
-        index_shards(tmp_path)
+    assert named(left_out_line(tuple(index_shards(tmp_path).left_out)), "1 link 0.tar 'y.jpg'")
 
 
 def test_labels_of_shards(tmp_path: Path) -> None:
@@ -227,3 +197,40 @@ def test_shards_that_are_not_there_are_counted(photographs: Path, tmp_path: Path
     os.truncate(tmp_path / "003.tar", 5000)
     with refused("2 of 5", tmp_path / "001.tar"):
         check_data("fast", False, checked)
+
+
+def png(value: int) -> bytes:
+    """An image of one gray, as large for each."""
+    image = io.BytesIO()
+    Image.new("L", (8, 8), value).save(image, "PNG", compress_level=0)
+    return image.getvalue()
+
+
+BLACK, WHITE = (png(value) for value in (0, 255))
+RIGHT = archive(("0.png", BLACK), ("0.cls", b"0"), ("1.png", WHITE), ("1.cls", b"1"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        archive(("0.png", WHITE), ("0.cls", b"0"), ("1.png", BLACK), ("1.cls", b"1")),
+        bytes(len(RIGHT)),
+    ],
+    ids=["swapped", "zeros"],
+)
+def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, content: bytes) -> None:
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "0.tar").write_bytes(RIGHT)
+        index_shards(tmp_path / part)
+    assert len(content) == len(RIGHT)
+    (tmp_path / "train" / "0.tar").write_bytes(content)
+    config = DataConfig.model_validate({"name": "shards", "path": tmp_path, "image_size": 8})
+    data = load_images(config, 0).train
+    out: Any = {name: np.zeros((2, *field.shape), field.dtype) for name, field in data.fields.items()}
+    for use in (
+        lambda: data.read(np.arange(2), np.full((2, data.uniforms), 0.5, np.float32), out),
+        lambda: pack(in_shards(tmp_path / "train"), tmp_path / "pack", PackSettings()),
+    ):
+        with refused(tmp_path / "train" / "0.tar", ".png: changed"):
+            use()

@@ -29,7 +29,7 @@ from trainer.data.formats import documents
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text
 from trainer.data.formats.tokens import TOKENS
-from trainer.data.sampling.bucket_order import in_buckets
+from trainer.data.sampling.group_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
 from trainer.models.gpt import GPT, place_in_segment, rotary_table, rotate

@@ -107,11 +107,6 @@ class DataConfig(LoaderConfig):
         description="orientation that a camera wrote into an image's EXIF: apply, ignore, or auto (hf: "
         "apply, as `datasets` does; a pack: as it was made; else ignore, as torchvision does)",
     )
-    image_bits: Annotated[int, Field(ge=8, le=16)] | Literal["auto"] = Field(
-        "auto",
-        description="bits that images of 16 bits use, of which the upper 8 are taken; auto: all 16, and an "
-        "image that uses 12 at most, which would be (nearly) black, counts as corrupt",
-    )
     global_batch_size: int = Field(
         64, ge=1, le=1 << 24, description="samples per optimizer step, over all ranks"
     )

@@ -11,8 +11,7 @@ from trainer.config.data import DataConfig
 from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
-from trainer.data.formats.files import Files, in_folder, readable, unlisted
-from trainer.data.formats.names import hint
+from trainer.data.formats.files import Files, hint, in_folder, readable, unlisted
 from trainer.data.formats.records import LABEL
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import one, tally

@@ -35,11 +35,10 @@ from trainer.data.workers import (
     prefetch_of,
     start_method,
     starting,
-    unsendable,
     without_workers,
     workers_of,
 )
-from trainer.errors import BadInputError, OwnCodeError
+from trainer.errors import BadInputError, OwnCodeError, first_line
 from trainer.rng import Ints, uniforms
 
 _RESIDENT_BYTES = 256 << 20
@@ -285,7 +284,11 @@ class RingLoader:
                 with starting(workers, context):
                     list(self._loader)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
-                raise BadInputError(unsendable(source.dataset, method, error)) from error
+                raise BadInputError(
+                    f"data.start_method={method}: {type(source.dataset).__name__} can't be sent to a loader "
+                    f"worker ({first_line(error)}); make what can't be where it is first used, or set "
+                    "data.start_method=fork"
+                ) from error
             end_by_kill(self._loader._iterator._workers)  # type: ignore[union-attr]
 
     def __call__(self, batches: range) -> Iterator[Batch]:

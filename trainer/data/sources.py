@@ -16,7 +16,7 @@ from trainer.data.formats.cifar10 import odd_sizes, open_cifar10
 from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.labels import alike, quoted
-from trainer.data.formats.records import LABEL, Records, reading_of
+from trainer.data.formats.records import LABEL, Records, is_upright
 from trainer.data.formats.sharded import ShardedRecords
 from trainer.data.left_out import left_out_line
 from trainer.data.remote.access import join
@@ -181,12 +181,12 @@ def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
         records = named(FORMATS[config.name].opens)(config, path, split)
     if not isinstance(records, ShardedRecords):
         records.keep_hashes(config.index)
-    made = records.reading if isinstance(records, ShardedRecords) else None
-    records.reading = reading_of(config, made)
-    if isinstance(records, ShardedRecords) and records.decoded and records.reading != made:
+    made = records.upright if isinstance(records, ShardedRecords) else None
+    records.upright = is_upright(config, made)
+    if isinstance(records, ShardedRecords) and records.decoded and records.upright != made:
         raise BadInputError(
-            f"{path}: its images were decoded when it was packed, with another data.exif_orientation or "
-            "data.image_bits; leave these at auto, or pack again with --exif-orientation and --image-bits"
+            f"{path}: its images were decoded when it was packed, with another data.exif_orientation; leave "
+            "it at auto, or pack again with --exif-orientation"
         )
     return records
 

@@ -4,11 +4,9 @@ import ast
 import contextlib
 import errno
 import gc
-import io
 import math
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -18,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from trainer.config.data import LoaderConfig
 from trainer.config.user_file import is_importable, shadowing
@@ -184,21 +182,6 @@ def start_method(configured: str) -> str:
     return "fork" if threading.active_count() == 1 else "forkserver"
 
 
-def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
-    """Returns one line that names the attribute of a data set that can't be pickled for a loader worker."""
-    where, value = type(dataset).__name__, dataset
-    while True:
-        parts = getattr(value, "__dict__", {})
-        part = next((name for name, inner in parts.items() if not _can_be_sent(inner)), None)
-        if part is None:
-            break
-        where, value = f"{where}.{part}", parts[part]
-    return (
-        f"data.start_method={method}: {where} ({type(value).__name__}) can't be sent to a loader worker "
-        f"({str(error).splitlines()[0]}); make it where it is first used, or set data.start_method=fork"
-    )
-
-
 def check_importable(dataset: Dataset, method: str) -> None:
     """Checks that a loader worker that isn't forked can import a data set's class, transforms and collate.
 
@@ -246,23 +229,6 @@ def _unguarded_line() -> int | None:
     tests = [node.test for node in tree.body if isinstance(node, ast.If) and node.lineno <= line]
     named = (node for test in tests for node in ast.walk(test) if isinstance(node, ast.Name))
     return None if any(node.id == "__name__" for node in named) else line
-
-
-class _PickleTrial(pickle.Pickler):
-    """Pickler that skips descriptors, which can be sent only while a process is started."""
-
-    def persistent_id(self, value: Any) -> str | None:
-        from trainer.data.shared import Columns  # imports torch, which `trainer doctor` doesn't need
-
-        return "shared" if isinstance(value, Columns) else None
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        _PickleTrial(io.BytesIO()).dump(value)
-    except (TypeError, AttributeError, pickle.PicklingError):
-        return False
-    return True
 
 
 class CurrentBatches:
@@ -324,12 +290,8 @@ def starting(workers: int, context: BaseContext) -> Iterator[None]:
             case errno.EMFILE:
                 most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                 lack = f"the limit of open files is reached (ulimit -n: {most:,}): raise it"
-            case errno.ENFILE:
-                lack = "this machine's limit of open files is reached (fs.file-max): raise it"
             case errno.EAGAIN:
                 lack = "a limit of processes is reached (ulimit -u, or the container's pids): raise it"
-            case errno.ENOMEM:
-                lack = "the memory doesn't suffice: free some"
             case _:
                 raise
         raise BadInputError(

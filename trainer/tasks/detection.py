@@ -27,7 +27,7 @@ from trainer.data.formats.boxes import (
 )
 from trainer.data.formats.index import index_folder
 from trainer.data.formats.labels import quoted
-from trainer.data.formats.records import reading_of
+from trainer.data.formats.records import is_upright
 from trainer.data.sources import check_alike, check_folder, twin_notes
 from trainer.errors import BadInputError
 from trainer.models.detection import cell_centers, detections, make_detector, tiny_losses
@@ -192,7 +192,7 @@ def _coco(data: DataConfig, path: Path, split: str, training: bool | None = None
     root = at_home(path, "data.path")
     check_folder(root, data.name)
     indexes = index_folder(data.index)
-    pictures = CocoPictures(root, split, data.on_corrupt, reading_of(data), training, indexes)
+    pictures = CocoPictures(root, split, data.on_corrupt, is_upright(data), training, indexes)
     pictures.records.keep_hashes(data.index)
     return pictures
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.launch.signals import unwound
 from trainer.observe.console import progress_bar, say
+from trainer.observe.text import megabytes
 from trainer.runs.flags import add_settings
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def add_parser(commands: Any) -> None:
         metavar="SRC",
         help="folder of classes, .csv or .parquet, indexed shards; or a folder with train and val of these",
     )
-    pack.add_argument("target", type=Path, metavar="DST", help="new folder, or an unfinished pack")
+    pack.add_argument("target", type=Path, metavar="DST", help="new folder")
     pack.add_argument(
         "--short-side", type=int, metavar="N", help="shrink what is larger to this, in pixels (256 for 224)"
     )
@@ -49,9 +50,6 @@ def add_parser(commands: Any) -> None:
         choices=("apply", "ignore"),
         default="ignore",
         help="as data.exif_orientation; the pack remembers it (default: ignore)",
-    )
-    pack.add_argument(
-        "--image-bits", type=int, metavar="N", help="as data.image_bits: 8 to 16 (default: auto)"
     )
     pack.add_argument("--processes", type=int, metavar="N", help="default: the CPUs of this container")
     pack.set_defaults(run=_pack)
@@ -163,15 +161,12 @@ def _tokenize(options: argparse.Namespace) -> int:
 @unwound()
 def _pack(options: argparse.Namespace) -> int:
     from trainer.data.formats.pack import PackSettings, pack
-    from trainer.data.formats.records import Reading
     from trainer.host.limits import read_limits
 
     if options.short_side is not None and not 8 <= options.short_side <= 16384:
         raise BadInputError(f"--short-side {options.short_side}: give 8 to 16384 pixels")
     if not 1 <= options.quality <= 95:
         raise BadInputError(f"--quality {options.quality}: give 1 to 95")
-    if options.image_bits is not None and not 8 <= options.image_bits <= 16:
-        raise BadInputError(f"--image-bits {options.image_bits}: give 8 to 16")
     processes = max(1, int(read_limits().cpus)) if options.processes is None else options.processes
     if processes < 1:
         raise BadInputError(f"--processes {processes}: give a number from 1 on")
@@ -179,11 +174,11 @@ def _pack(options: argparse.Namespace) -> int:
     for split, source in _parts(options.source):
         target = options.target / split if split else options.target
         records = _open(source)
-        records.reading = Reading(options.exif_orientation == "apply", options.image_bits or 0)
+        records.upright = options.exif_orientation == "apply"
         with writing(str(target)), progress_bar(f"packing {source}", len(records)) as advance:
             about, unreadable = pack(records, target, settings, processes, advance)
         size = sum(shard.bytes for shard in about.shards)
-        say(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
+        say(f"{target}: {about.samples:,} samples, {megabytes(size)} in {len(about.shards)} shards")
         _tell_left_out(about.left_out)
         if len(unreadable):
             say(f"  {_unreadable(records, unreadable)}")
@@ -198,7 +193,7 @@ def _unreadable(records: Any, samples: Any) -> str:
 
     first, reason = int(samples[0]), ""
     try:
-        decode_whole(records.read(first), records.reading)
+        decode_whole(records.read(first), records.upright)
     except Corrupt as error:
         reason = f" ({error})"
     return (
@@ -347,11 +342,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return " / ".join(f"{number:,.10g}" for number in value)
-
-
-def _bytes(size: int) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:,.4g} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    return f"{size:,.4g} GB"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.commands.predict.classes import code_for, read_each, show_rows
-from trainer.commands.predict.images import content, reading_of_run, whole_box
+from trainer.commands.predict.images import content, upright_of_run, whole_box
 from trainer.data.batch import Batch
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste, scale_in_room
@@ -110,7 +110,7 @@ def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
     image: _Pixels = (
-        cut_out(content(path), whole_box, reading=reading_of_run(run))[0]
+        cut_out(content(path), whole_box, upright=upright_of_run(run))[0]
         .permute(1, 2, 0)
         .contiguous()
         .numpy()

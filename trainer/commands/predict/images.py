@@ -12,7 +12,7 @@ from trainer.commands.predict.classes import show_files
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
 from trainer.data.formats.files import LARGEST_FILE
-from trainer.data.formats.records import Reading, reading_of
+from trainer.data.formats.records import is_upright
 from trainer.data.sources import IMAGE, in_files
 from trainer.errors import EXIT_BAD_INPUT
 from trainer.host.files import read_bounded
@@ -41,10 +41,11 @@ def content(path: Path) -> bytearray:
         raise Corrupt(f"can't be read ({error.strerror})") from error
 
 
-def reading_of_run(run: OpenedRun) -> Reading:
-    """Returns how the run's evaluation scales and crops images."""
+def upright_of_run(run: OpenedRun) -> bool:
+    """Returns whether the run's evaluation applies the EXIF orientation of images."""
     records = getattr(run.task.evaluation_data, "records", None)
-    return getattr(records, "reading", None) or reading_of(run.recipe.data)
+    upright: bool | None = getattr(records, "upright", None)
+    return is_upright(run.recipe.data) if upright is None else upright
 
 
 def as_evaluated(path: Path, run: OpenedRun) -> _Pixels:
@@ -56,15 +57,15 @@ def as_evaluated(path: Path, run: OpenedRun) -> _Pixels:
     from trainer.data.formats.decode import cut_out, resize, resized_middle
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
-    data, reading = content(path), reading_of_run(run)
+    data, upright = content(path), upright_of_run(run)
     if channels == 1:
-        return _as_digit(cut_out(data, whole_box, reading=reading), height, width)
+        return _as_digit(cut_out(data, whole_box, upright=upright), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
     config = run.recipe.data
     if in_files(config):
-        pixels = resized_middle(cut_out(data, middle_cut, reading=reading), height, config.eval_crop)
+        pixels = resized_middle(cut_out(data, middle_cut, upright=upright), height, config.eval_crop)
     else:
-        pixels = resize(cut_out(data, _square, reading=reading), height, width)
+        pixels = resize(cut_out(data, _square, upright=upright), height, width)
     return pixels[0].permute(1, 2, 0).contiguous().numpy()
 
 

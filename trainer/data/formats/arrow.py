@@ -5,8 +5,6 @@ dependencies for three JSON files and Arrow's stream format.
 """
 
 import hashlib
-import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,6 @@ import numpy.typing as npt
 
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
-from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_of
 from trainer.data.formats.files import unlisted
 from trainer.data.formats.index import Index
 from trainer.data.formats.labels import (
@@ -30,17 +27,16 @@ from trainer.data.formats.labels import (
     quoted,
 )
 from trainer.data.formats.records import LABEL, ROW, Records
-from trainer.data.formats.signatures import what_it_is
+from trainer.data.formats.signatures import what_it_is, what_lies_at
 from trainer.data.formats.text import Text
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
-from trainer.host.files import open_own
 
 _TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
 _CONTENTS = 32  # rows whose content is in the fingerprint
 _END = 0  # ends a document: text holds no byte 0
-_COUNTED = re.compile(r"data-\d+-of-(\d+)\.arrow")
+_END_OF_STREAM = b"\xff" * 4 + bytes(4)
 _BLOCK = 1 << 16
 _ROWS = 4096  # that are read at once
 _NAMED, _LONGEST_TYPE = 20, 200  # columns, and letters of a type, in a message
@@ -111,14 +107,12 @@ class ArrowTable:
             raise BadInputError(f"{self.folder}: {times} '{name}' (there are: {names}); name it by {key}")
         if name not in self._read:
             parts = [column_of(file, name) for file in self._files]
-            if odd := next((number for number, part in enumerate(parts) if part.type != parts[0].type), 0):
+            if {part.type for part in parts} != {parts[0].type}:
                 raise BadInputError(
-                    f"{self._files[odd]}: column '{name}' holds {_type(parts[odd])}, and in "
-                    f"{self._files[0].name} {_type(parts[0])}; save the data again"
+                    f"{self.folder}: column '{name}' isn't of one type in its files; save the data again"
                 )
-            self._read[name] = import_pyarrow().chunked_array(
-                [chunk for part in parts for chunk in part.chunks], parts[0].type
-            )
+            chunks = [chunk for part in parts for chunk in part.chunks]
+            self._read[name] = import_pyarrow().chunked_array(chunks, parts[0].type)
         return self._read[name]
 
     def names_of(self, column: str) -> list[str] | None:
@@ -276,7 +270,7 @@ def _files(folder: Path) -> list[Path]:
     """Returns the files of a split, as state.json names them.
 
     Raises:
-        BadInputError: If state.json is invalid, lacks files, or selects rows by an index table.
+        BadInputError: If state.json is invalid, names no files, or selects rows by an index table.
     """
     state = folder / "state.json"
     content = _json(state)
@@ -290,24 +284,13 @@ def _files(folder: Path) -> list[Path]:
         raise BadInputError(f"{state}: chooses rows by a table of their numbers; save the data again")
     if odd := next((name for name in names if "/" in name or "\0" in name or escaped_text(name) != name), ""):
         raise BadInputError(f"{state}: {quoted(odd)} isn't the name of a file beside it; save the data again")
-    for name in names:
-        # data-00000-of-00003.arrow: the name has the number of files.
-        count = int(match[1]) if (match := _COUNTED.fullmatch(name)) else len(set(names))
-        if len(names) != count or len(set(names)) != count:
-            raise BadInputError(
-                f"{state}: names {len(set(names)):,} files, and {name} is one of {count:,}; save the data "
-                "again"
-            )
     return [folder / name for name in names]
 
 
 def _json(file: Path) -> Mapping[str, Any]:
     remedy = "data.path is a folder that DatasetDict.save_to_disk wrote"
-    with (
-        reading(file, remedy),
-        os.fdopen(open_own(file, os.O_RDONLY, alone=False, links=True), "rb") as opened,
-    ):
-        data = opened.read(strict_json.LARGEST + 1)
+    with reading(file, remedy):
+        data = file.read_bytes()
     try:
         values = strict_json.parse_quickly(data)
     except ValueError as error:
@@ -325,3 +308,84 @@ def images_split(config: DataConfig, path: Path, split: str) -> ArrowImages:
     learned, held = splits(path, config.eval_split)
     folder = learned if split == _TRAIN else held
     return ArrowImages(folder, config.input_column or "image", config.label_column)
+
+
+def schema_of(file: Path) -> Any:
+    """Returns a file's schema.
+
+    Raises:
+        BadInputError: If it can't be read.
+    """
+    return _opened(file)[1].schema
+
+
+def column_of(file: Path, name: str) -> Any:
+    """Reads one column of a file; others, which may be large, aren't read.
+
+    Raises:
+        BadInputError: If the file can't be read, is truncated or invalid.
+    """
+    pyarrow = import_pyarrow()
+    schema = schema_of(file)
+    index = schema.get_field_index(name)
+    if index < 0:
+        raise BadInputError(f"{file}: no column {quoted(name)}, which other files have; save the data again")
+    try:
+        source, stream = _opened(file, [index])
+        table = stream.read_all()
+        # Including each offset: pyarrow reads memory at unchecked offsets.
+        table.validate(full=True)
+    except (OSError, OverflowError, MemoryError, pyarrow.ArrowException) as error:
+        raise _unreadable(file, error) from error
+    _check_end(file, source)
+    return table.column(name)
+
+
+def import_pyarrow(what: object = "data.name=hf") -> Any:
+    """Imports pyarrow with its reader of Parquet.
+
+    Raises:
+        BadInputError: If it isn't installed; names what needs it.
+    """
+    try:
+        import pyarrow.compute
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise BadInputError(
+            f"{what}: needs pyarrow, which isn't installed: pip install pyarrow (the images for development "
+            "have it)"
+        ) from error
+    return pyarrow
+
+
+def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
+    """Maps a file into memory and opens its stream.
+
+    Raises:
+        BadInputError: If it can't be read.
+    """
+    pyarrow = import_pyarrow()
+    try:
+        source = pyarrow.memory_map(str(file))
+        # Without threads, which a fork doesn't copy.
+        options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
+        return source, pyarrow.ipc.open_stream(source, options=options)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _unreadable(file, error) from error
+
+
+def _check_end(file: Path, source: Any) -> None:
+    """Checks that the end-of-stream marker follows the last batch: pyarrow accepts a file without it.
+
+    Raises:
+        BadInputError: If the marker is missing.
+    """
+    end = source.tell()
+    source.seek(max(0, end - len(_END_OF_STREAM)))
+    if source.read(len(_END_OF_STREAM)) != _END_OF_STREAM:
+        raise BadInputError(f"{file}: is cut off at byte {end:,}, after a whole batch; save the data again")
+
+
+def _unreadable(file: Path, error: Exception) -> BadInputError:
+    what = "" if isinstance(error, OSError) else what_lies_at(file)
+    return BadInputError(f"{file}: can't be read ({what or first_line(error)}); save the data again")

@@ -1,7 +1,6 @@
 """Data set of wav and flac recordings in class folders, `root/<class>/**/<file>`: int16 crops."""
 
 import contextlib
-import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field, spread
-from trainer.data.formats.files import Files, NotAFileError, open_sample_file, readable, size_of
+from trainer.data.formats.files import Files, open_sample_file, readable, size_of
 from trainer.data.formats.records import RecordsDataset
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
@@ -24,7 +23,6 @@ AUDIO = "audio"
 SUFFIXES = (".wav", ".flac")
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _FLOATS = ("FLOAT", "DOUBLE")
-_LARGEST_TAGGED = 1 << 30
 _BLOCK = 1 << 20
 _LOOKED_AT, _BYTES, _THREADS = 1000, 1 << 30, 16  # recordings that are checked before a run
 _HEAD = 4096  # bytes by which the kind of a file is recognized
@@ -127,8 +125,6 @@ class AudioFolder(RecordsDataset):
                     raise
             finally:
                 os.close(file)
-        except NotAFileError as error:
-            raise Corrupt("isn't a file") from error
         except OSError as error:
             raise BadInputError(
                 f"{readable(path)}: can't be read ({error.strerror}); was it moved while the run goes on?"
@@ -142,7 +138,7 @@ class AudioFolder(RecordsDataset):
         if (span := samples_of_wav(file, size)) and span.end > size:
             raise Corrupt("is cut short")
         try:
-            with soundfile.SoundFile(_without_tag(file, size), closefd=False) as sound:
+            with soundfile.SoundFile(file, closefd=False) as sound:
                 if sound.format not in _FORMATS:
                     raise Corrupt(f"is neither wav nor flac, but {sound.format}")
                 if sound.samplerate != self._rate:
@@ -202,7 +198,7 @@ def _rate_and_peak(path: bytes, whole: bool) -> tuple[int, float]:
         try:
             span = samples_of_wav(file, facts.st_size)
             if facts.st_size and not (span and span.end > facts.st_size):
-                with soundfile.SoundFile(_without_tag(file, facts.st_size), closefd=False) as sound:
+                with soundfile.SoundFile(file, closefd=False) as sound:
                     rate = sound.samplerate if sound.format in _FORMATS else 0
                     peak = _peak(sound) if rate and whole and sound.subtype in _FLOATS else 0.0
         finally:
@@ -228,14 +224,6 @@ def _peak(sound: Any) -> float:
             "left but a square wave; write it again, divided by 32768, say"
         )
     return largest
-
-
-def _without_tag(file: int, size: int) -> int | io.BytesIO:
-    """Returns the file, or its bytes after an ID3 tag: libsndfile can't seek in FLAC with a tag."""
-    begin = _past_id3(file, 0)
-    if begin and size - begin > _LARGEST_TAGGED:
-        raise Corrupt(f"has an ID3 tag before {size - begin:,} bytes, which are read at once: take it off")
-    return io.BytesIO(read_at(file, begin, max(0, size - begin))) if 0 < begin < size else file
 
 
 def _read_all(file: int) -> None:
@@ -287,13 +275,3 @@ def samples_of_wav(file: int, size: int) -> Span | None:
             return Span(begin, size if length in _UNKNOWN_SIZES else begin + length)
         position = begin + length + length % 2
     return None
-
-
-def _past_id3(file: int, position: int) -> int:
-    """Returns the position after an ID3 tag (version 2), or `position` if there is none."""
-    header = read_at(file, position, 10)
-    if header[:3] != b"ID3" or len(header) < 10:
-        return position
-    # Four bytes of seven bits; a footer repeats the header.
-    length = sum(digit << shift for digit, shift in zip(header[6:10], (21, 14, 7, 0), strict=True))
-    return position + 10 + length + 10 * bool(header[5] & 0x10)

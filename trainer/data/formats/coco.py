@@ -6,25 +6,26 @@ See https://cocodataset.org/#format-data.
 import copy
 import hashlib
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
 
 from trainer.config.data import OnCorrupt
+from trainer.config.section import first_problem
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
-from trainer.data.formats.files import IMAGES, Files, ListFile, unlisted
+from trainer.data.formats.files import IMAGES, Files, ListFile, hint, unlisted
 from trainer.data.formats.index import Index, index_of, kept
 from trainer.data.formats.labels import folded, quoted
-from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
-from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.data.shared import name_columns, names_in
@@ -38,31 +39,63 @@ _ROBOFLOWS = {"val": ("valid",)}  # Roboflow's names of splits
 _HEAD = 4096
 _LOOKED_AT, _THREADS = 1000, 16
 _LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
-_LARGEST_NUMBER = 1 << 62
 _LARGE = 10_000  # images of a list that is kept
 _EDGE = 1.0  # pixels that a box may extend beyond its image: COCO's are rounded
 _FRACTION = 1.001  # width and height of the largest box if all are fractions of the image, with rounding
 _IGNORED = "box{es} with ignore=1"
 
-# Keys that are read, and notes: what they say changes nothing about a box.
-_KNOWN: Mapping[str, set[str]] = {
-    kind: set(keys.split())
-    for kind, keys in {
-        # Notes of COCO Annotator, pycococreator, trackers and others follow the format's own keys.
-        "annotation": "id image_id category_id bbox iscrowd ignore area segmentation keypoints num_keypoints "
-        "caption score width height color isbbox metadata creator events milliseconds uuid uid track_id "
-        "instance_id date_captured",
-        # Roboflow's `extra` is the name before the export; what follows is COCO Annotator's and of videos.
-        "image": "id file_name width height license date_captured flickr_url coco_url extra url path "
-        "dataset_id category_ids num_annotations metadata milliseconds regenerate_thumbnail annotated "
-        "annotating events video_id frame_id",
-        "category": "id name supercategory keypoints skeleton keypoint_colors color metadata creator isthing "
-        "synset synonyms def frequency image_count instance_count",
-        "top-level": "info licenses images annotations categories type",
-    }.items()
+# Keys that are read, and notes of COCO Annotator, Roboflow, trackers and others, which change no box.
+_KNOWN = {
+    key
+    for line in (
+        "info licenses images annotations categories type id name file_name width height image_id",
+        "category_id bbox iscrowd ignore area segmentation supercategory license date_captured flickr_url",
+        "coco_url url path extra keypoints num_keypoints skeleton keypoint_colors caption score color isbbox",
+        "isthing metadata creator events milliseconds uuid uid track_id instance_id dataset_id category_ids",
+        "num_annotations regenerate_thumbnail annotated annotating video_id frame_id synset synonyms",
+        "def frequency image_count instance_count",
+    )
+    for key in line.split()
 }
 _KEYS = 5  # unknown keys that are named; further ones are counted together
 _CROWD, _IGNORE = 1, 2
+
+# Numbers may be written as floats (3.0), or as text.
+_Id = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
+_Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
+
+
+class _Image(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    id: _Id
+    file_name: _Text
+    height: Annotated[_Id, Field(gt=0)]
+    width: Annotated[_Id, Field(gt=0)]
+
+
+class _Annotation(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    id: _Id
+    image_id: _Id
+    category_id: _Id
+    bbox: NotRequired[Any]  # see `_wrong`
+    iscrowd: NotRequired[bool]  # pycocotools can't read one without a value
+    ignore: NotRequired[bool | None]
+    area: NotRequired[Any]
+
+
+class _Category(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    id: Annotated[_Id, Field(ge=0)]
+    name: _Text
+    supercategory: NotRequired[Any]
+
+
+class _Instances(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: Annotated[list[_Category], Field(min_length=1)]
 
 
 class CocoPictures:
@@ -72,7 +105,7 @@ class CocoPictures:
         root: data.path, with `train/` (or `train2017/`), `val/` and `annotations/instances_train.json`.
         part: "train" or "val".
         on_corrupt: "fail": an invalid box is an error; else it is left out.
-        reading: Settings for reading pixels.
+        upright: True to apply the EXIF orientation.
         training: True to train on it: images without boxes are left out, and boxes with `ignore: 1` are
             flagged as crowds, which training leaves out. For evaluation they are objects, as `ignore` has no
             effect in pycocotools. None: if `part` is "train".
@@ -90,7 +123,7 @@ class CocoPictures:
         root: Path,
         part: str,
         on_corrupt: OnCorrupt,
-        reading: Reading = Reading(),  # noqa: B008  (a tuple)
+        upright: bool = False,
         training: bool | None = None,
         indexes: Path | None = None,
     ) -> None:
@@ -115,7 +148,7 @@ class CocoPictures:
         reason = f"image{{s}} that {file.name} doesn't name"
         self.left_out = tally((*index.left_out, *unlisted(reason, folder, IMAGES, names_in(index.more))))
         self.records = Files(folder, index._replace(left_out=(), more={}), ListFile(file, "image"))
-        self.records.reading = reading
+        self.records.upright = upright
 
     def __len__(self) -> int:
         return len(self.records)
@@ -146,7 +179,7 @@ class CocoPictures:
         digest = hashlib.sha256(repr(self.categories).encode())
         for array in (self._rows, self._ends, self.sizes):
             digest.update(array.tobytes())
-        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}{self.records.reading}"
+        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}{' upright' * self.records.upright}"
 
     def name(self, sample: int) -> str:
         """Returns the path of an image."""
@@ -164,7 +197,7 @@ class CocoPictures:
             Corrupt: If it can't be decoded, or its size differs from the annotations'.
         """
         data = self.records.read(sample)
-        image = self._decode(data, self.records.reading)[0].permute(1, 2, 0).numpy()
+        image = self._decode(data, self.records.upright)[0].permute(1, 2, 0).numpy()
         height, width = self.sizes[sample].tolist()
         if image.shape[:2] != (height, width):
             raise Corrupt(
@@ -186,7 +219,7 @@ class CocoPictures:
         """Returns a hint if the EXIF orientation may explain a difference in size."""
         if (turn := self._orientation(data)) < SWAPPED:
             return ""
-        if self.records.reading.upright:
+        if self.records.upright:
             return (
                 f", before its EXIF orientation ({turn}) was applied; data.exif_orientation=ignore leaves it"
             )
@@ -202,7 +235,7 @@ class CocoPictures:
             everything: True to read every image, not 1000 of them.
         """
         of_boxes = self._remarks
-        if self.records.reading.upright:
+        if self.records.upright:
             return of_boxes
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
 
@@ -255,8 +288,7 @@ def _listed(file: Path, folder: Path, strict: bool, training: bool) -> Index:
     left_out, remarks = list[LeftOut](), list[str]()
     categories = _categories(file, instances, left_out)
     images = _images(file, folder, instances)
-    _no_fractions(file, instances["annotations"])
-    boxes = _boxes(file, instances, images, categories, strict, left_out)
+    boxes = _boxes(file, instances["annotations"], images, categories, strict, left_out)
     named = [entry["file_name"] for entry in images.values()]
     ignored = Counter(images[n]["file_name"] for n in images for box in boxes[n] if box[5] == _IGNORE)
     if training:
@@ -309,29 +341,24 @@ def _listed(file: Path, folder: Path, strict: bool, training: bool) -> Index:
     )
 
 
-def _load(file: Path) -> Mapping[str, Any]:
+def _load(file: Path) -> _Instances:
     with reading(file):
         data = file.read_bytes()
     try:
         # Outlines ("segmentation") are most of such a file and aren't used.
-        instances = strict_json.parse_quickly(data, _LARGEST, object_pairs_hook=_without_outlines)
-    except (ValueError, RecursionError) as error:
+        parsed = strict_json.parse_quickly(data, _LARGEST, object_pairs_hook=_without_outlines)
+    except ValueError as error:
         what = what_it_is(data[:_HEAD]) or ("text in UTF-16 or UTF-32" if b"\0" in data[:_HEAD] else "")
         reason = first_line(error) if not what or what.startswith("text that begins") else what
         raise BadInputError(f"{file}: not readable JSON ({reason})") from error
-    for name in _RULES:
-        if not isinstance(instances, dict) or not isinstance(instances.get(name), list):
-            raise BadInputError(f"{file}: no list '{name}': not COCO's format of instances")
-        for index, entry in enumerate(instances[name]):
-            if not isinstance(entry, dict) or _as_id(entry.get("id")) is None:
-                value = f" ({quoted(entry['id'])})" if isinstance(entry, dict) and "id" in entry else ""
-                raise BadInputError(
-                    f"{file}: entry {index} of '{name}' has no id that is a whole number{value}"
-                )
-            entry.update({key: whole for key in _WHOLE if (whole := _as_id(entry.get(key))) is not None})
+    try:
+        instances = TypeAdapter(_Instances).validate_python(parsed)
+    except ValidationError as error:
+        raise BadInputError(f"{file}: {first_problem(error)}; not COCO's format of instances") from error
+    for name in ("images", "annotations", "categories"):
         if twice := _twice((entry["id"], None) for entry in instances[name]):
             raise BadInputError(f"{file}: id {twice[0]} is there twice in '{name}'")
-    return instances  # type: ignore[no-any-return]
+    return instances
 
 
 def _twice(keys: Iterable[tuple[Any, Any]]) -> tuple[Any, Any, Any] | None:
@@ -353,92 +380,15 @@ def _without_outlines(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entry
 
 
-def _as_id(value: Any) -> int | None:
-    """Returns an id, which may be written as a float (3.0 is 3); None if it isn't a whole number."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if isinstance(value, int) and _is_number(value) else None
-
-
 def _is_number(value: Any) -> bool:
     """True for a finite number below 2^62: integers in JSON are unbounded."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 62
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and value.encode(errors="ignore").decode() == value
-
-
-class _Known(NamedTuple):
-    """What annotations may refer to, by id."""
-
-    images: Collection[int] = ()
-    categories: Collection[int] = ()
-
-
-def _is_inside(path: Path) -> bool:
-    return not path.is_absolute() and ".." not in path.parts
-
-
-_Rule = tuple[Callable[[Mapping[str, Any], _Known], bool], str]
-_OF, _SIDES = "of image {image_id}: ", ("height", "width")
-_WHOLE = ("id", "image_id", "category_id", *_SIDES)  # may be written as floats
-_NOUNS = {"images": "image", "annotations": "annotation", "categories": "category"}
-# What must hold for each entry of a list, in this order, and what is said of the first for which it doesn't.
-_RULES: Mapping[str, tuple[_Rule, ...]] = {
-    "images": (
-        (lambda e, _: _is_name(e.get("file_name")) and "\0" not in e["file_name"], "has no file_name"),
-        (lambda e, _: _is_inside(Path(e["file_name"])), "file_name {file_name} leads out of the folder"),
-        (
-            lambda e, _: all((_as_id(e.get(k)) or 0) > 0 for k in _SIDES),
-            "({file_name}) lacks height or width",
-        ),
-    ),
-    "annotations": (
-        (lambda e, known: _as_id(e.get("image_id")) in known.images, "there is no image {image_id}"),
-        (
-            lambda e, known: _as_id(e.get("category_id")) in known.categories,
-            _OF + "there is no category {category_id}",
-        ),
-        # pycocotools can't read an `iscrowd` without a value; `ignore` says nothing then.
-        (lambda e, _: e.get("iscrowd", 0) in (0, 1), _OF + "iscrowd is {iscrowd}, neither 0 nor 1"),
-        (lambda e, _: (e.get("ignore") or 0) in (0, 1), _OF + "ignore is {ignore}, neither 0 nor 1"),
-    ),
-    "categories": ((lambda e, _: _is_name(e.get("name")), "has no name"),),
-}
-
-
-def _check(
-    file: Path,
-    table: str,
-    instances: Mapping[str, Any],
-    known: _Known = _Known(),  # noqa: B008  (a tuple)
-    folder: Path = Path(),
-) -> None:
-    """Checks the entries of a list by its rules.
-
-    Raises:
-        BadInputError: At the first entry that breaks one.
-    """
-    for entry in instances[table]:
-        for holds, says in _RULES[table]:
-            if not holds(entry, known):
-                values = {key: quoted(value) for key, value in entry.items()}
-                said = says.format_map(defaultdict(lambda: "None", values))
-                name = entry.get("file_name")
-                more = hint(os.fsencode(folder), os.fsencode(name)) if "leads out" in says else ""
-                raise BadInputError(f"{file}: {_NOUNS[table]} {entry['id']} {said}{more}")
-
-
-def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut]) -> dict[int, str]:
+def _categories(file: Path, instances: _Instances, left_out: list[LeftOut]) -> dict[int, str]:
     """Returns category names by id, sorted by id."""
-    _check(file, "categories", instances)
-    if not instances["categories"]:
-        raise BadInputError(f"{file}: has no categories")
-    used = {_as_id(entry.get("category_id")) for entry in instances["annotations"]}
-    parents = {
-        name for entry in instances["categories"] if isinstance(name := entry.get("supercategory"), str)
-    }
+    used = {entry["category_id"] for entry in instances["annotations"]}
+    parents = [entry.get("supercategory") for entry in instances["categories"]]
     names = dict[int, str]()
     for entry in sorted(instances["categories"], key=lambda entry: entry["id"]):
         # Roboflow's exports have a parent of all categories, which has no boxes.
@@ -448,10 +398,6 @@ def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut
             names[entry["id"]] = entry["name"]
     if not names:
         raise BadInputError(f"{file}: has no categories with boxes")
-    if (first := min(names)) < 0:
-        raise BadInputError(
-            f"{file}: category {first} ('{names[first]}') has an id below 0, as if there were none"
-        )
     if twice := _twice((folded(name), number) for number, name in names.items()):
         _, other, number = twice
         raise BadInputError(
@@ -461,9 +407,15 @@ def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut
     return names
 
 
-def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+def _images(file: Path, folder: Path, instances: _Instances) -> dict[int, _Image]:
     """Returns the entries of images by id."""
-    _check(file, "images", instances, folder=folder)
+    for entry in instances["images"]:
+        path = Path(name := entry["file_name"])
+        if path.is_absolute() or ".." in path.parts:
+            raise BadInputError(
+                f"{file}: image {entry['id']} file_name {quoted(name)} leads out of the folder"
+                f"{hint(os.fsencode(folder), os.fsencode(name))}"
+            )
     if twice := _twice((os.path.normpath(entry["file_name"]), entry) for entry in instances["images"]):
         _, other, image = twice
         raise BadInputError(
@@ -475,8 +427,8 @@ def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int,
 
 def _boxes(
     file: Path,
-    instances: Mapping[str, Any],
-    images: Mapping[int, Mapping[str, Any]],
+    annotations: Sequence[_Annotation],
+    images: Mapping[int, _Image],
     categories: Mapping[int, str],
     strict: bool,
     left_out: list[LeftOut],
@@ -484,11 +436,15 @@ def _boxes(
     """Returns left, top, right, bottom, class, _CROWD, _IGNORE or 0, and area of each box, by image id."""
     class_of = {number: index for index, number in enumerate(categories)}
     boxes: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
-    _check(file, "annotations", instances, _Known(images, class_of))
-    for entry in instances["annotations"]:
-        number, image = entry["image_id"], images[entry["image_id"]]
+    for entry in annotations:
+        number, category = entry["image_id"], entry["category_id"]
+        if number not in images or category not in class_of:
+            lacks = f"category {category}" if number in images else f"image {number}"
+            raise BadInputError(f"{file}: annotation {entry['id']} of image {number}: there is no {lacks}")
+        image = images[number]
         height, width = image["height"], image["width"]
-        wrong = _wrong(entry.get("bbox"), height, width)
+        box: Any = entry.get("bbox")
+        wrong = _wrong(box, height, width)
         if wrong and strict:
             raise BadInputError(
                 f"{file}: annotation {entry['id']} of image {number} ({image['file_name']}): its box "
@@ -498,66 +454,45 @@ def _boxes(
             left_out.append(
                 one(WRONG_BOX, f"{file.name}: annotation {entry['id']} of image {number}: {wrong}")
             )
-        else:
-            left, top, wide, high = entry["bbox"]
-            right, bottom = min(left + wide, width), min(top + high, height)
-            box = (max(0, left), max(0, top), right, bottom)
-            # The annotated area is of the outline.
-            area = entry.get("area")
-            area = area if _is_number(area) and area >= 0 else wide * high
-            flag = _CROWD if entry.get("iscrowd", 0) else _IGNORE if entry.get("ignore") else 0
-            boxes[number].append((*box, class_of[entry["category_id"]], flag, area))
-    return boxes
-
-
-def _no_fractions(file: Path, annotations: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that a box is larger than a pixel; which unit boxes have, only all of them together show.
-
-    Raises:
-        BadInputError: If no box is wider or higher than a pixel.
-    """
-    boxes = [
-        box
-        for entry in annotations
-        if isinstance(box := entry.get("bbox"), list) and len(box) == 4 and all(map(_is_number, box))
-    ]
-    if boxes and all(max(wide, high) <= _FRACTION for _, _, wide, high in boxes):
+            continue
+        left, top, wide, high = box
+        # The annotated area is of the outline.
+        area: Any = entry.get("area")
+        area = area if _is_number(area) and area >= 0 else wide * high
+        flag = _CROWD if entry.get("iscrowd") else _IGNORE if entry.get("ignore") else 0
+        corners = (max(0, left), max(0, top), min(left + wide, width), min(top + high, height))
+        boxes[number].append((*corners, class_of[category], flag, area))
+    # Which unit boxes have, only all of them together show.
+    rows = [row for each in boxes.values() for row in each]
+    if rows and all(max(row[2] - row[0], row[3] - row[1]) <= _FRACTION for row in rows):
         raise BadInputError(
             f"{file}: no box is wider or higher than a pixel, so boxes look like fractions of the image; "
             "multiply left and width by the image's width, top and height by its height"
         )
+    return boxes
 
 
 def _unread_keys(file: Path, instances: Mapping[str, Any]) -> list[LeftOut]:
     """Counts the values of keys that no reader knows, unless they are 0, false or empty."""
-    tables = {"annotation": "annotations", "image": "images", "category": "categories"}
     counts, first = Counter[str](), dict[str, str]()
-    for kind, known in _KNOWN.items():
-        for entry in instances[tables[kind]] if kind in tables else [instances]:
-            for key in entry.keys() - known:
-                for name in _names(key, entry[key]):
-                    counts[what := f"{kind} key {quoted(name)}"] += 1
-                    if what not in first:
-                        first[what] = f"{file.name}: {kind} {entry['id']}" if kind in tables else file.name
+    kinds = {"image": "images", "annotation": "annotations", "category": "categories"}
+    entries = [(kind, entry) for kind, table in kinds.items() for entry in instances[table]]
+    for kind, entry in [("top-level", instances), *entries]:
+        for key in (key for key in entry.keys() - _KNOWN if entry[key]):
+            inner = entry[key] if isinstance(entry[key], dict) else {}
+            for name in [f"{key}.{each}" for each in inner if inner[each]] or [key] * (not inner):
+                counts[what := f"{kind} key {quoted(name)}"] += 1
+                first.setdefault(what, f"{file.name}: {kind} {entry.get('id', '')}".rstrip())
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    entries = [(f"value{{s}} of the {what}", what, count) for what, count in ordered[:_KEYS]]
-    entries += [("value{s} of other keys", what, count) for what, count in ordered[_KEYS:]]
-    return [LeftOut(reason=reason, count=count, first=first[what]) for reason, what, count in entries]
-
-
-def _names(key: str, value: Any) -> list[str]:
-    """Returns the name of a key, or "key.inner" for each of an object's, if the value isn't 0 or empty."""
-    if isinstance(value, dict):
-        return [f"{key}.{inner}" for inner, each in value.items() if each]
-    return [key] if value else []
+    found = [(f"value{{s}} of the {what}", what, count) for what, count in ordered[:_KEYS]]
+    found += [("value{s} of other keys", what, count) for what, count in ordered[_KEYS:]]
+    return [LeftOut(reason=reason, count=count, first=first[what]) for reason, what, count in found]
 
 
 def _wrong(box: Any, height: int, width: int) -> str:
     """Returns what is wrong with a box; "" if nothing is."""
-    if not isinstance(box, list) or len(box) != 4 or any(isinstance(v, bool) for v in box):
-        return "isn't a list of four numbers"
-    if not all(map(_is_number, box)):
-        return f"{box} isn't four finite numbers"
+    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
+        return f"{quoted(box)} isn't a list of four finite numbers"
     left, top, wide, high = box
     if wide <= 0 or high <= 0:
         return f"{box} has no area"

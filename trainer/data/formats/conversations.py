@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.formats.arrow import ArrowTable, splits
-from trainer.data.formats.arrow_stream import import_pyarrow
+from trainer.data.formats.arrow import ArrowTable, import_pyarrow, splits
 from trainer.data.formats.messages import KWARGS, RowError
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line, reading

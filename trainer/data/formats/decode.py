@@ -32,19 +32,13 @@ from trainer.data.formats.orientation import (
     stored_box,
     turned_size,
 )
-from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import DAMAGED, what_it_is
 
 # PIL's limit for decompression bombs, in pixels; it warns above half of it.
 LARGEST_IMAGE = 2 * 89_478_485
-# Most bytes for decoding: 15 per pixel of the largest image, copies included. Formats that take more bytes
-# per pixel may have fewer pixels.
-_MOST_BYTES, _COPIES = 15 * LARGEST_IMAGE, 15
-_COPIES_OF = {"WEBP": 24, "JPEG2000": 28, "AVIF": 20}
 
 _RESIZE = torch.ops.aten._upsample_bilinear2d_aa
 _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
-_SCANS, _SMALLEST_SCAN = 64, 10  # most scans of the largest image; bytes
 _SEGMENTS = 1 << 16  # segments that are searched for the frame header
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)
@@ -109,7 +103,7 @@ def cut_out(
     choose: Callable[[int, int], Box],
     side: int = 0,
     scaled: bool = False,
-    reading: Reading = Reading(),  # noqa: B008  (a tuple)
+    upright: bool = False,
 ) -> torch.Tensor:
     """Decodes an image and returns a crop of it.
 
@@ -120,7 +114,7 @@ def cut_out(
         scaled: True if a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size where the crop is at least that
             much larger than `side` both ways. This is cheaper and gives other pixels; the crop is then
             aligned to the divisor, see `snapped_cut`.
-        reading: Settings for reading pixels.
+        upright: True to apply the EXIF orientation.
 
     Returns:
         uint8 (1, 3, height, width), channels last in memory; a view.
@@ -133,27 +127,18 @@ def cut_out(
     header = look(data)
     if header.height * header.width > LARGEST_IMAGE:
         raise Corrupt(_too_large(f"{header.width:,} x {header.height:,} pixels are"))
-    if header.kind == "jpeg":
-        _check_scans(data, header.height * header.width)
     with without_lines_of_libraries():
         decoded = None
         if header.kind != "other":
-            decoded = _decoded(data, header, choose, side if scaled else 0, reading)
-        image, box, turn = decoded or _with_pil(data, choose, reading)
+            decoded = _decoded(data, header, choose, side if scaled else 0, upright)
+        image, box, turn = decoded or _with_pil(data, choose, upright)
     cut = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
     return cut if turn == UPRIGHT else apply_orientation(cut, turn)
 
 
-def _check_scans(data: bytearray, pixels: int) -> None:
-    """Refuses a progressive JPEG with too many scans: each takes a few bytes, and as long as the image."""
-    most = _SCANS * LARGEST_IMAGE
-    if len(data) // _SMALLEST_SCAN * pixels > most and (scans := data.count(b"\xff\xda")) * pixels > most:
-        raise Corrupt(f"a JPEG of {scans:,} scans, which would take minutes")
-
-
-def decode_whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008
+def decode_whole(data: bytearray, upright: bool = False) -> torch.Tensor:
     """Decodes a full image; see `cut_out`."""
-    return cut_out(data, lambda height, width: Box(0, 0, height, width), reading=reading)
+    return cut_out(data, lambda height, width: Box(0, 0, height, width), upright=upright)
 
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -181,10 +166,10 @@ class _Decoded(NamedTuple):
 
 
 def _decoded(
-    data: bytearray, header: Header, choose: Callable[[int, int], Box], side: int, reading: Reading
+    data: bytearray, header: Header, choose: Callable[[int, int], Box], side: int, upright: bool
 ) -> _Decoded | None:
     """Decodes a JPEG or PNG by torchvision; returns None if that fails or its header is wrong."""
-    turn = orientation(data) if reading.upright else UPRIGHT
+    turn = orientation(data) if upright else UPRIGHT
     kind, height, width = header
     box = stored_box(choose(*turned_size(turn, height, width)), turn, height, width)
     if side and kind == "jpeg":
@@ -202,7 +187,7 @@ def _decoded(
     if image.shape[1:] != (height, width):
         return None
     if image.dtype != torch.uint8:
-        image = torch.from_numpy(_eight_bits(image.numpy(), reading.bits))
+        image = torch.from_numpy(_eight_bits(image.numpy()))
     return _Decoded(image[None], box, turn)
 
 
@@ -234,7 +219,7 @@ def formats() -> tuple[str, ...]:
         return (*_FORMATS, *(name for name, feature in _OPTIONAL.items() if features.check(feature)))
 
 
-def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Reading) -> _Decoded:
+def _with_pil(data: bytearray, choose: Callable[[int, int], Box], upright: bool) -> _Decoded:
     """Decodes the first frame with PIL."""
     from PIL import Image
 
@@ -242,9 +227,8 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Readi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=formats()) as file:
-                _check_room(file)
-                image = _of_rows(_pixels(file, reading.bits))
-                turn = orientation_of(file) if reading.upright else UPRIGHT
+                image = _of_rows(_pixels(file))
+                turn = orientation_of(file) if upright else UPRIGHT
     except (MemoryError, Corrupt):
         raise
     except Image.DecompressionBombError as error:
@@ -257,39 +241,25 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Readi
     return _Decoded(image, stored_box(choose(*turned_size(turn, height, width)), turn, height, width), turn)
 
 
-def _check_room(file: Any) -> None:
-    """Checks that an image isn't too large to decode.
-
-    Raises:
-        Corrupt: If decoding would take too much memory.
-    """
-    pixels, most = file.width * file.height, _MOST_BYTES // _COPIES_OF.get(file.format, _COPIES)
-    if pixels > most:
-        raise Corrupt(_too_large(f"{file.width:,} x {file.height:,} pixels are", most, f" of {file.format}"))
-
-
 def _of_rows(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
     if not pixels.size:
         raise Corrupt("it has no pixels")
     return torch.from_numpy(pixels).permute(2, 0, 1)[None]
 
 
-def _pixels(file: Any, bits: int) -> npt.NDArray[np.uint8]:
+def _pixels(file: Any) -> npt.NDArray[np.uint8]:
     """Returns the pixels of the first frame, uint8 (height, width, 3)."""
     deep = _more_than_eight(file)  # before loading, which resets `tile`
     if file.mode.startswith("I;16") or (file.mode == "I" and file.format == "PPM"):
-        gray = _eight_bits(np.asarray(file).astype(np.int32), bits)
+        gray = _eight_bits(np.asarray(file).astype(np.int32))
         return np.repeat(gray[:, :, None], 3, axis=2)
     if file.mode in ("I", "F"):
         raise Corrupt("pixels of 32 bits or with a sign, whose range isn't known; convert it to 8 or 16 bits")
     pixels = np.array(file.convert("RGB"))
     # PIL rounds PPM, so that 4095 becomes 16.
-    if deep and bits < 16 and (bits or pixels.max() < (_DARK >> 8) + (file.format == "PPM")):
+    if deep and pixels.max() < (_DARK >> 8) + (file.format == "PPM"):
         raise Corrupt(
-            "16 bits a channel of which PIL takes the upper 8, so that it would be (nearly) black; save "
-            "it as PNG, or set data.image_bits=16 if it is as dark as that"
-            if not bits
-            else "16 bits a channel, of which PIL takes the upper 8 of such a file; save it as PNG"
+            "16 bits a channel of which fewer are used, so that it would be (nearly) black; save it as 8 bits"
         )
     return pixels
 
@@ -305,26 +275,24 @@ def _more_than_eight(file: Any) -> bool:
     )
 
 
-def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """Returns the upper 8 of the bits in use.
+def _eight_bits(deep: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Returns the upper 8 of 16 bits.
 
     Raises:
-        Corrupt: If data.image_bits isn't set and the image uses 12 bits or fewer.
+        Corrupt: If the image uses 12 bits or fewer.
     """
     most = int(deep.max(initial=0))
-    if not bits and 0 < most < _DARK:
-        likely = next(width for width in (8, 10, 12) if most < 1 << width)
+    if 0 < most < _DARK:
         raise Corrupt(
-            f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
-            f"data.image_bits to the bits in use ({likely}?), or to 16 if it is as dark as that"
+            f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; save it as 8 bits "
+            f"(numpy: image >> {max(0, most.bit_length() - 8)})"
         )
-    shifted = deep >> ((bits or 16) - 8)  # in place: such an image may take a gigabyte
-    pixels: npt.NDArray[np.uint8] = np.minimum(shifted, 255, out=shifted).astype(np.uint8)
+    pixels: npt.NDArray[np.uint8] = (deep >> 8).astype(np.uint8)
     return pixels
 
 
-def _too_large(what: str, most: int = LARGEST_IMAGE, of: str = "") -> str:
-    return f"{what} too many: more than {most:,}{of} aren't read; make it smaller, or cut it into tiles"
+def _too_large(what: str) -> str:
+    return f"{what} too many: more than {LARGEST_IMAGE:,} aren't read; make it smaller, or cut it into tiles"
 
 
 def _reason(data: bytearray, error: Exception) -> str:
@@ -332,8 +300,6 @@ def _reason(data: bytearray, error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     what = what_it_is(data)
-    if what.startswith("AVIF") and "AVIF" in formats():
-        what = f"an AVIF {DAMAGED}"
     if what and (isinstance(error, UnidentifiedImageError) or DAMAGED not in what):
         return what
     if isinstance(error, UnidentifiedImageError):

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,7 @@ from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, unreadable, unreadable_line
 from trainer.data.dataset import spread
 from trainer.data.formats.index import Index, index_of
-from trainer.data.formats.labels import in_order
-from trainer.data.formats.names import hint
+from trainer.data.formats.labels import folded, in_order, quoted
 from trainer.data.formats.records import Records
 from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
 from trainer.data.shared import names_in
@@ -29,6 +29,7 @@ IMAGES = (*_JPEG, ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tif
 
 # Numbers of files whose size, and whose content, are in the fingerprint.
 _SIZES, CONTENTS = 10_000, 32
+_FARTHEST = 3  # components at the end of a path that are searched for by themselves, for a hint
 LARGEST_FILE = 2 << 30  # bytes, above the size of the largest image that is decoded, in any format
 
 
@@ -125,23 +126,18 @@ class Files(Records):
         return os.path.join(self._root, self.file_name(sample))  # noqa: PTH118  (bytes)
 
 
-class NotAFileError(OSError):
-    """Raised for a folder, a pipe or a device instead of a file."""
-
-
 def open_sample_file(path: bytes | Path) -> tuple[int, os.stat_result]:
     """Opens a regular file for reading; returns its descriptor, which the caller closes, and its status.
 
     Raises:
-        NotAFileError: If it is a folder, a pipe or a device.
-        OSError: If it can't be opened.
+        OSError: If it can't be opened, or is a folder, a pipe or a device.
     """
     # O_NONBLOCK: opening a pipe without a writer would block.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     facts = os.fstat(file)
     if not stat.S_ISREG(facts.st_mode):
         os.close(file)
-        raise NotAFileError(0, "isn't a file")
+        raise OSError(0, "isn't a file")
     return file, facts
 
 
@@ -149,10 +145,8 @@ def read_exactly(file: int, start: int, count: int) -> bytearray:
     """Reads `count` bytes from byte `start` on of an open file, given by its descriptor.
 
     Raises:
-        OSError: If the file ends earlier, or `count` is above LARGEST_FILE.
+        OSError: If the file ends earlier.
     """
-    if count > LARGEST_FILE:
-        raise OSError(errno.EFBIG, f"has {count:,} bytes, and an image {LARGEST_FILE:,} at most")
     data = bytearray(count)
     fill_exactly(file, start, memoryview(data))
     return data
@@ -298,26 +292,20 @@ def unlisted(
         below: Paths of the folders that are searched, relative to `root`; empty: `root` itself.
         deep: True to search the folders below, too.
     """
-    start, ends = os.fsencode(root), tuple(map(os.fsencode, suffixes))
+    start, ends = os.path.join(os.fsencode(root), b""), tuple(map(os.fsencode, suffixes))  # noqa: PTH118
     found, seen = set[bytes](), set[tuple[int, int]]()
-    # Links last, so that a folder inside that is linked, too, is looked at by its own path.
-    folders, links = [each + b"/" if each else b"" for each in below], list[bytes]()
-    while folders or links:
-        place = folders.pop() if folders else links.pop()
-        with contextlib.suppress(OSError):
-            path = os.path.join(start, place)  # noqa: PTH118  (bytes)
-            if (inode := _inode(os.stat(path))) in seen:  # noqa: PTH116
-                continue
+    for place in below:
+        for folder, folders, files in os.walk(start + place, followlinks=True):
+            inode, at = _inode(os.stat(folder)), os.path.join(folder, b"")  # noqa: PTH116, PTH118  (bytes)
+            # Links last, so that a folder inside that is linked, too, is looked at by its own path.
+            folders.sort(key=lambda name, at=at: os.path.islink(at + name))  # type: ignore[misc]  # noqa: PTH114
+            if inode in seen or not deep:
+                folders.clear()
+            folders[:] = [name for name in folders if not name.startswith(b".")]
+            if inode not in seen:
+                named = [name for name in files if name.lower().endswith(ends) and not name.startswith(b".")]
+                found.update((at + name)[len(start) :] for name in named)
             seen.add(inode)
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if entry.name.startswith(b"."):
-                        continue
-                    if _is_folder(entry):
-                        if deep:
-                            (links if entry.is_symlink() else folders).append(place + entry.name + b"/")
-                    elif entry.name.lower().endswith(ends):
-                        found.add(place + entry.name)
     for names in lists:
         if found:
             found.difference_update(plain_names(root, map(os.fsencode, names)))
@@ -360,3 +348,44 @@ def _content(path: bytes) -> bytearray:
         return read_exactly(file, 0, facts.st_size)
     finally:
         os.close(file)
+
+
+def hint(root: bytes, name: bytes) -> str:
+    """Returns a hint such as "; there is 'a/x.jpg': write it so"; "" if no existing name is similar.
+
+    Similar names differ in Unicode form, case, spaces, slashes, percent-encoding or folders.
+
+    Args:
+        root: Folder that the name is relative to.
+        name: The name that doesn't exist.
+    """
+    if os.path.lexists(os.path.join(root, name)):  # noqa: PTH118  (bytes)
+        return ""
+    text = os.fsdecode(name)
+    url = "; this is a URL: fetch the files, and write their names" if "://" in text else ""
+    parts = [part for part in text.replace("\\", "/").split("/") if part.strip(". ")]
+    for first in dict.fromkeys((0, *range(max(0, len(parts) - _FARTHEST), len(parts)))):
+        if similar := _similar(root, parts[first:]):
+            return f"{url}; there is {quoted(similar)}: write it so"
+    return url
+
+
+def _seen(name: str) -> str:
+    """Returns a key that is equal for names that differ in Unicode form, case, spaces or percent-encoding."""
+    return folded(unquote(name)).casefold()
+
+
+def _similar(root: bytes, parts: Sequence[str]) -> str:
+    """Returns a path below a folder that is similar to these components; "" if there is none."""
+    path = ""
+    for part in parts:
+        try:
+            entries = os.listdir(os.path.join(root, os.fsencode(path)))  # noqa: PTH118, PTH208  (bytes)
+        except OSError:
+            return ""
+        names = sorted(map(os.fsdecode, entries))
+        wanted = part if part in names else next((each for each in names if _seen(each) == _seen(part)), "")
+        if not wanted:
+            return ""
+        path = os.path.join(path, wanted)  # noqa: PTH118
+    return path

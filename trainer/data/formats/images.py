@@ -69,11 +69,11 @@ class ImageDataset(RecordsDataset):
         """Returns the crop that `choose` takes of a sample, uint8 (1, 3, height, width)."""
         records, side = self.records, self._size if scaled else 0
         if not records.raw:
-            return self._cut_out(records.read(sample), choose, side, scaled, records.reading)
+            return self._cut_out(records.read(sample), choose, side, scaled, records.upright)
         height, width = records.shape(sample)
         if not height:
             # It was stored as it was: decoding gives the reason.
-            self._cut_out(records.read(sample), choose, reading=records.reading)
+            self._cut_out(records.read(sample), choose, upright=records.upright)
             raise Corrupt("was not a readable image when it was packed")
         box = choose(height, width)
         # Only the rows of the crop, which are contiguous.

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def as_integer(value: object) -> int:
         raise LabelError(f"label {value} isn't a whole number")
     if value < 0:
         raise LabelError(f"label {value} is negative, as if there were none")
-    if isinstance(value, float | np.floating) and value >= _LARGEST_EXACT:
+    if isinstance(value, float | np.floating) and float(value) >= _LARGEST_EXACT:
         raise LabelError(f"label {value} is too large a float to be told from the next one")
     return int(value)
 
@@ -87,25 +87,12 @@ def labels_in(column: Any) -> list[Any]:
     from pyarrow import types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    texts = ("string", "large_string", "string_view", "null")
     numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-    if numbers or types.is_boolean(kind):
+    if numbers or types.is_boolean(kind) or str(kind) in ("string", "large_string", "string_view", "null"):
         values: list[Any] = column.to_pylist()
         return values
-    if str(kind) in texts:
-        # Each name once: a dictionary may expand a file of kilobytes to gigabytes.
-        encoded = column.dictionary_encode()
-        chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
-        return [value for chunk in chunks for value in _values(chunk)]
-    kind = str(kind).partition("<")[0]
     first = f" {quoted(column[0].as_py())}" if len(column) and not types.is_temporal(column.type) else ""
-    raise LabelError(f"label{first} is of type {kind}, neither a name nor a number")
-
-
-def _values(chunk: Any) -> Iterator[Any]:
-    """Yields the values of an Arrow dictionary's rows; equal values are one object."""
-    values = [*chunk.dictionary.to_pylist(), None]
-    return (values[-1 if index is None else index] for index in chunk.indices.to_pylist())
+    raise LabelError(f"label{first} is of type {str(kind).partition('<')[0]}, neither a name nor a number")
 
 
 def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:

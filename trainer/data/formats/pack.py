@@ -1,16 +1,13 @@
 """Packs: shards of samples that were shrunk and encoded again once, so that each epoch decodes less.
 
 Samples keep their numbers, so a pack is read in the same order as its source. A shard is written by one
-process and kept if packing is interrupted; the next call continues.
+process. A pack that is interrupted has no index, and is made anew by the next call.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import io
-import json
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,26 +15,24 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import size_of
 from trainer.data.formats.index import Index, content_hash
-from trainer.data.formats.records import Reading, Records
+from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import INDEX, About, Shard, about_of, write_index
-from trainer.data.shared import Columns, name_columns
+from trainer.data.shared import name_columns
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 
 Advance = Callable[[int], object]
+T = TypeVar("T")
 
 UNFINISHED = ".unfinished"
-_LARGEST_PART = 1 << 30  # bytes
 _LONGEST_JPEG = 65_500  # pixels per side
 
 
@@ -73,6 +68,13 @@ class Packed(NamedTuple):
     unreadable: npt.NDArray[np.int64]
 
 
+class _PackedShard(NamedTuple):
+    """A shard and its samples' rows of the index."""
+
+    shard: Shard
+    columns: dict[str, npt.NDArray[Any]]
+
+
 class _Stored(NamedTuple):
     data: bytes | bytearray
     height: int = 0
@@ -87,11 +89,11 @@ def pack(
     processes: int = 1,
     advance: Advance = lambda _: None,
 ) -> Packed:
-    """Makes a pack, or continues an unfinished one.
+    """Makes a pack.
 
     Args:
         records: Samples to pack.
-        target: Folder that doesn't exist, is empty, or holds an unfinished pack of the same samples.
+        target: Folder that doesn't exist, is empty, or holds what is left of a pack that was interrupted.
         settings: Form in which samples are stored.
         processes: Number of processes; it doesn't change the result.
         advance: Called with the number of samples of each finished shard.
@@ -105,90 +107,62 @@ def pack(
     """
     if records.raw:
         raise BadInputError("the source holds pixels already: pack from the images that it was made from")
-    work = _prepared(target, records, settings)
-    with _locked(work):
-        packed = _packed(records, target, settings, processes, advance)
-        disk.remove(work)
-    return packed
-
-
-def _packed(
-    records: Records, target: Path, settings: PackSettings, processes: int, advance: Advance
-) -> Packed:
-    size = samples_per_shard(len(records))
-    ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
-    imports = [__name__, *(["trainer.data.formats.decode"] if settings.decodes else [])]
-    _work_off(partial(_pack_shard, records, target, settings), ranges, processes, advance, imports)
-    shards, columns = [], list[dict[str, npt.NDArray[Any]]]()
-    for number in range(len(ranges)):
-        shard, part = _finished(target, number)
-        shards.append(shard)
-        columns.append(part)
-    merged = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
-    unreadable = np.flatnonzero(merged.pop("unreadable"))
-    merged |= name_columns([records.file_name(sample) for sample in range(len(records))])
-    index = Index(merged, records.classes, records.left_out, {"shards": shards})
-    stored: Literal["files", "pixels"] = "pixels" if settings.raw else "files"
-    about = about_of(index, stored, records.fingerprint(), **_settings(records, settings))
-    return Packed(write_index(target, index, about), unreadable)
-
-
-def samples_per_shard(samples: int) -> int:
-    """Returns the samples per shard: at least 16 shards for parallel work, at most 256 that stay open."""
-    return max(64, min(2048, -(-samples // 16)), -(-samples // 256))
-
-
-def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
-    """Creates the work folder of a pack, or checks the one of an unfinished pack."""
-    if (target / INDEX).exists():
-        raise BadInputError(f"{target}: there is a pack already; remove it, or choose another folder")
-    work = target / UNFINISHED
-    plan = json.dumps({"source": records.fingerprint(), "settings": _settings(records, settings)}).encode()
-    if not work.exists():
-        if target.exists() and any(target.iterdir()):
-            raise BadInputError(f"{target}: isn't empty; choose another folder")
-        target.mkdir(parents=True, exist_ok=True)
-        disk.make_folder(work)
-    try:
-        earlier = (work / "plan.json").read_bytes()
-    except FileNotFoundError:
-        with disk.written_whole(work / "plan.json") as beside:
-            beside.write_bytes(plan)
-        return work
-    if earlier != plan:
-        raise BadInputError(
-            f"{target}: holds an unfinished pack of other data or settings; remove it, or "
-            "choose another folder"
-        )
-    return work
+    with _begun(target):
+        # At least 16 shards for parallel work, at most 256, which stay open.
+        size = max(64, min(2048, -(-len(records) // 16)), -(-len(records) // 256))
+        ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
+        imports = [__name__, *(["trainer.data.formats.decode"] if settings.decodes else [])]
+        work = partial(_pack_shard, records, target, settings)
+        made = _work_off(work, ranges, processes, advance, imports)
+        columns = {name: np.concatenate([part.columns[name] for part in made]) for name in made[0].columns}
+        unreadable = np.flatnonzero(columns.pop("unreadable"))
+        columns |= name_columns([records.file_name(sample) for sample in range(len(records))])
+        shards = {"shards": [part.shard.model_dump() for part in made]}
+        index = Index(columns, records.classes, records.left_out, shards)
+        stored: Literal["files", "pixels"] = "pixels" if settings.raw else "files"
+        reading = {"upright": records.upright}
+        about = about_of(index, stored, records.fingerprint(), **vars(settings), reading=reading)
+        return Packed(write_index(target, index, about), unreadable)
 
 
 @contextlib.contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """Locks the pack; the lock ends with the process."""
-    file = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _begun(target: Path) -> Iterator[None]:
+    """Context manager in which a pack is made; a file marks and locks the folder until it is whole."""
+    mark = target / UNFINISHED
+    if (target / INDEX).exists():
+        raise BadInputError(f"{target}: there is a pack already; remove it, or choose another folder")
+    if target.exists() and any(target.iterdir()) and not mark.exists():
+        raise BadInputError(f"{target}: isn't empty; choose another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    with mark.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInputError(f"{target}: another process is packing into it; wait for it") from error
+        for left in target.glob("*.bin"):  # of a pack that was interrupted
+            disk.remove(left)
         yield
-    except BlockingIOError as error:
-        raise BadInputError(f"{work.parent}: another process is packing into it; wait for it") from error
-    finally:
-        os.close(file)
+        disk.remove(mark)
 
 
 def _work_off(
-    work: Callable[[int, range], object],
+    work: Callable[[int, range], T],
     shards: Sequence[range],
     processes: int,
     advance: Advance,
     imports: Sequence[str] = (),
-) -> None:
-    """Calls `work` with number and samples of each shard, and `advance` with the samples of finished ones."""
+) -> list[T]:
+    """Calls `work` with number and samples of each shard, and `advance` with the samples of finished ones.
+
+    Returns:
+        The results, in the order of the shards.
+    """
+    made = list[T]()
     if processes < 2:
         for number, samples in enumerate(shards):
-            work(number, samples)
+            made.append(work(number, samples))
             advance(len(samples))
-        return
+        return made
     context, others = multiprocessing.get_context("forkserver"), {*multiprocessing.active_children()}
     if imports:  # once, in the fork server: torch and torchvision take 5 s per process
         context.set_forkserver_preload(list(imports))
@@ -205,9 +179,9 @@ def _work_off(
                 raise
     except BrokenProcessPool as error:
         raise BadInputError(
-            "a process of the pool was killed (out of memory?); the same command resumes, with a smaller "
-            "--processes perhaps"
+            "a process of the pool was killed (out of memory?); start again, maybe with a smaller --processes"
         ) from error
+    return [future.result() for future in under_way]
 
 
 def _begin() -> None:
@@ -215,15 +189,12 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
 
 
-def _pack_shard(records: Records, target: Path, settings: PackSettings, number: int, samples: range) -> None:
-    """Writes a shard and its part of the index, unless they exist and are whole."""
-    if _part(target, number) is not None:
-        return
-    part = target / UNFINISHED / f"{number:05d}.tmp"
-    name = f"{number:05d}.bin"
-    for left in (target / name, part):
-        disk.remove(left)
+def _pack_shard(
+    records: Records, target: Path, settings: PackSettings, number: int, samples: range
+) -> _PackedShard:
+    """Writes a shard."""
     rows = list[tuple[int, int, int, int, bool]]()
+    name = f"{number:05d}.bin"
     digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows))
     sizes, hashes, heights, widths, unreadable = zip(*rows, strict=True)
     columns = {
@@ -232,45 +203,11 @@ def _pack_shard(records: Records, target: Path, settings: PackSettings, number: 
         "bytes": np.array(sizes, np.int64),
         "label": records.labels[samples.start : samples.stop].copy(),
         "hash": np.array(hashes, np.uint64),
-        "sha256": np.frombuffer(bytearray.fromhex(digest), np.uint8),
-        "unreadable": np.array(unreadable, np.uint8),
+        "unreadable": np.array(unreadable, np.bool_),
     }
     if settings.raw:
         columns |= {"height": np.array(heights, np.int32), "width": np.array(widths, np.int32)}
-    parts = safetensors_bytes({name: torch.from_numpy(array) for name, array in columns.items()})
-    digest = disk.write_file(part, parts)
-    disk.sync_folder(target)
-    disk.rename(part, part.with_name(f"{number:05d}-{digest}.safetensors"))
-    disk.sync_folder(part.parent)
-
-
-def _part(target: Path, number: int) -> Columns | None:
-    """Returns a finished shard's part of the index; None if there is none, or it or the shard is damaged.
-
-    A damaged part hasn't the hash in its name, a shard that was cut not the bytes in its part.
-    """
-    for file in (target / UNFINISHED).glob(f"{number:05d}-*.safetensors"):
-        data = disk.read_inside(file, _LARGEST_PART)
-        if file.name == f"{number:05d}-{hashlib.sha256(data).hexdigest()}.safetensors":
-            columns = Columns.copy(data)
-            if size_of(target / f"{number:05d}.bin") == int(columns["bytes"].sum()):
-                return columns
-        disk.remove(file)
-    return None
-
-
-def _finished(target: Path, number: int) -> tuple[Shard, dict[str, npt.NDArray[Any]]]:
-    columns = _part(target, number)
-    if columns is None:
-        raise BadInputError(f"{target}: shard {number} changed while it was packed; the same command resumes")
-    wanted = ("shard", "offset", "bytes", "label", "hash", "height", "width", "unreadable")
-    arrays = {name: columns[name] for name in wanted if name in columns}
-    shard = Shard(
-        name=f"{number:05d}.bin",
-        bytes=int(arrays["bytes"].sum()),
-        sha256=columns["sha256"].tobytes().hex(),
-    )
-    return shard, arrays
+    return _PackedShard(Shard(name=name, bytes=sum(sizes), sha256=digest), columns)
 
 
 def _stored_one_by_one(
@@ -285,23 +222,18 @@ def _stored_one_by_one(
             data = records.read(sample)
         except Corrupt as error:  # its label may not be its own
             raise BadInputError(f"{records.name(sample)}: {error}") from error
-        stored = _stored(data, settings, records.reading)
+        stored = _stored(data, settings, records.upright)
         rows.append((len(stored.data), content_hash(stored.data), *stored[1:]))
         yield bytes(stored.data)
 
 
-def _settings(records: Records, settings: PackSettings) -> dict[str, Any]:
-    """Returns the settings for the index, including those for reading pixels."""
-    return {**vars(settings), "reading": records.reading._asdict()}
-
-
-def _stored(data: bytearray, settings: PackSettings, reading: Reading) -> _Stored:
+def _stored(data: bytearray, settings: PackSettings, upright: bool) -> _Stored:
     if not settings.decodes:
         return _Stored(data)
     from trainer.data.formats import decode  # torchvision takes 3 s to import
 
     try:
-        image = decode.decode_whole(data, reading)
+        image = decode.decode_whole(data, upright)
     except Corrupt:
         return _Stored(data, unreadable=True)
     height, width = image.shape[2:]

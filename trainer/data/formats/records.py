@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,27 +23,10 @@ from trainer.rng import Ints
 LABEL, ROW = "label", "row"
 
 
-class Reading(NamedTuple):
-    """Settings for reading the pixels of an image.
-
-    Attributes:
-        upright: True to apply the EXIF orientation.
-        bits: Bits in use of a 16-bit image; 0: 16, and an image that uses 12 or fewer is corrupt.
-    """
-
-    upright: bool = False
-    bits: int = 0
-
-    def __str__(self) -> str:
-        """Suffix of a fingerprint, which begins with a blank; "" for the default settings."""
-        return " upright" * self.upright + (f" {self.bits} of 16 bits" if self.bits else "")
-
-
-def reading_of(config: DataConfig, auto: Reading | None = None) -> Reading:
-    """Returns the settings by data.exif_orientation and data.image_bits; `auto` is the data's own default."""
-    auto = auto or Reading(config.name == "hf")
-    exif, bits = config.exif_orientation, config.image_bits
-    return Reading(auto.upright if exif == "auto" else exif == "apply", auto.bits if bits == "auto" else bits)
+def is_upright(config: DataConfig, auto: bool | None = None) -> bool:
+    """Returns data.exif_orientation as a bool; `auto` is the data's own default."""
+    auto = config.name == "hf" if auto is None else auto
+    return auto if config.exif_orientation == "auto" else config.exif_orientation == "apply"
 
 
 class Records(ABC):
@@ -53,7 +36,7 @@ class Records(ABC):
         raw: True if pixels are stored: uint8 (height, width, 3).
         classes: Class names.
         left_out: Files that aren't read, by reason.
-        reading: Settings for reading pixels.
+        upright: True to apply the EXIF orientation.
         sets: Where a sample may have several classes: uint8 (sets, classes), 1 for each class of a set; a
             label is then the number of a set.
     """
@@ -61,7 +44,7 @@ class Records(ABC):
     raw = False
     sets: npt.NDArray[np.uint8] | None = None
     left_out: tuple[LeftOut, ...] = ()
-    reading = Reading()
+    upright = False
     classes: Sequence[str]
     _columns: Columns
     _hashes: Path | None = None
@@ -221,8 +204,8 @@ class RecordsDataset:
         return part
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint of the records and the settings for reading pixels."""
-        return f"{self.records.fingerprint()}{self.records.reading}"
+        """Returns the fingerprint of the records, and whether they are made upright."""
+        return f"{self.records.fingerprint()}{' upright' * self.records.upright}"
 
     def _filled(self, samples: Ints, fill: Callable[[int, int], None], out: Arrays) -> list[Bad]:
         """Fills the rows of a batch with samples and their labels; see `fill_rows`."""

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,10 +24,9 @@ from trainer.config.data import DataConfig
 from trainer.config.section import first_problem
 from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_sample_file, readable, unlisted
+from trainer.data.formats.files import LARGEST_FILE, fill_exactly, hint, open_sample_file, readable, unlisted
 from trainer.data.formats.index import Index, content_hash
-from trainer.data.formats.names import hint
-from trainer.data.formats.records import Reading, Records
+from trainer.data.formats.records import Records
 from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
@@ -46,7 +45,7 @@ class Shard(BaseModel):
     """Entry of a shard in index.json."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    name: str = Field(pattern=r"^[^/\\\x00]+$")
+    name: str = Field(pattern=r"^[^/\x00]+$")
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
@@ -97,7 +96,7 @@ class ShardedRecords(Records):
 
     def __init__(self, about: About, columns: Columns, store: ShardStore) -> None:
         self.about, self.raw = about, about.stored == "pixels"
-        self.reading = _reading(about.settings)  # the pack's settings
+        self.upright = bool(about.settings.get("reading", {}).get("upright"))
         self.classes: Sequence[str] = tuple(about.classes)
         self._columns, self._store = columns, store
         self.left_out = tuple(about.left_out)
@@ -226,14 +225,6 @@ class ShardedRecords(Records):
             os.close(file)
 
 
-def _reading(settings: Mapping[str, Any]) -> Reading:
-    match settings.get("reading"):
-        case {"upright": bool(upright), "bits": int(bits)} if bits in (0, *range(8, 17)):
-            return Reading(upright, bits)
-        case _:  # an older index
-            return Reading()
-
-
 def read_index(folder: Path) -> tuple[About, Columns]:
     """Reads an index and checks that it is consistent.
 
@@ -270,12 +261,6 @@ def _check(folder: Path, about: About, columns: Columns) -> None:
     for name, dtype in wanted.items():
         if name not in columns or columns[name].dtype != dtype or columns[name].shape != (about.samples,):
             raise BadInputError(f"{folder / COLUMNS}: column '{name}' isn't what it should be; make it again")
-    if any(shard.name in (".", "..") for shard in about.shards):
-        raise BadInputError(f"{folder / INDEX}: the name of a shard leads out of the folder")
-    if about.stored == "pixels":
-        heights, widths = columns["height"].astype(np.int64), columns["width"].astype(np.int64)
-        if bool(((heights > 0) & (heights * widths * 3 != columns["bytes"])).any()):
-            raise BadInputError(f"{folder / COLUMNS}: shapes and sizes differ; make it again")
     lowest = min(int(columns[name].min()) for name in ("shard", "offset", "bytes", "label"))
     ends = columns["offset"] + columns["bytes"]
     sizes = np.array([shard.bytes for shard in about.shards])
@@ -337,12 +322,10 @@ def in_shards(folder: Path) -> ShardedRecords:
     records = ShardedRecords(about, columns, ShardFolder(folder))
     names = [shard.name for shard in about.shards]
     suffixes = {os.path.splitext(name)[1].lower() for name in names} - {""}  # noqa: PTH122
-    now = {each.reason: each for each in about.left_out}
+    left_out = about.left_out
     if about.source == TAR_SHARDS:  # compressed ones are those that lie there now
-        packed = unlisted(PACKED, folder, COMPRESSED, deep=False)
-        now |= {each.reason: each for each in packed}
-        if not packed:
-            now.pop(PACKED, None)
+        left_out = [each for each in left_out if each.reason != PACKED]
+        left_out += unlisted(PACKED, folder, COMPRESSED, deep=False)
     added = unlisted(f"shard{{s}} that {INDEX} doesn't name", folder, [*suffixes], names, deep=False)
-    records.left_out = (*now.values(), *added)
+    records.left_out = (*left_out, *added)
     return records

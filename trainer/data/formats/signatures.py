@@ -4,70 +4,48 @@ import codecs
 import re
 from pathlib import Path
 
-_CONVERT = "which isn't read; convert it to JPEG or PNG"
+_CONVERT = ", which isn't read; convert it to JPEG or PNG"
+_UNPACK = ": unpack it"
 DAMAGED = "that is cut off or damaged"
 WEB_PAGE = "an HTML page"
-# Offset, bytes (or alternatives) and name; the first match counts.
-_Table = tuple[tuple[int, bytes | tuple[bytes, ...], str], ...]
-_IMAGES: _Table = (
-    (0, b"\xff\xd8", "a JPEG"),
-    (0, b"\x89PNG\r\n\x1a\n", "a PNG"),
-    (0, b"GIF8", "a GIF"),
-    (8, b"WEBP", "a WebP"),
-    (0, (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "a TIFF"),
-    (0, b"BM", "a BMP"),
-    (0, (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"), "a JPEG 2000"),
-)
-_BRANDS = {
-    b"avif": "AVIF",
-    b"avis": "AVIF",
-    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
-    b"crx ": "a raw photograph (CR3)",
-}
-_FOREIGN: _Table = (
-    (0, (b"\0\0\0\x0cJXL ", b"\xff\x0a"), "JPEG XL"),
-    (0, b"8BPS", "a Photoshop file (PSD)"),
-    (0, b"%PDF", "a PDF"),
-    (0, (b"%!PS", b"\xc5\xd0\xd3\xc6"), "PostScript"),
-    (0, b"v/1\1", "OpenEXR"),
-    (0, b"SIMPLE  =", "FITS"),
-    (0, (b"IIRO", b"IIU\0", b"FUJIFILM"), "a raw photograph"),
-    (128, b"DICM", "DICOM"),
-    (344, b"n+1\0", "NIfTI"),
-)
-_OTHERS: _Table = (
-    (0, b"\x1f\x8b", "gzip: unpack it"),
-    (0, b"PK\3\4", "a zip archive: unpack it"),
-    (0, b"PK\5\6", "an empty zip archive"),
-    (0, b"BZh", "bzip2: unpack it"),
-    (0, b"\xfd7zXZ\0", "xz: unpack it"),
-    (0, b"\x28\xb5\x2f\xfd", "zstd: unpack it"),
-    (0, b"7z\xbc\xaf", "a 7z archive: unpack it"),
-    (0, b"Rar!", "a RAR archive: unpack it"),
-    (257, b"ustar", "a tar archive: unpack it"),
-    (0, b"\0\5\x16\7", "macOS's notes on a file (AppleDouble), not the file"),
-    (0, b"\x93NUMPY", "a NumPy array"),
-    (0, b"\x89HDF", "HDF5"),
-    (0, b"PAR1", "Parquet"),
-    (0, b"ARROW1", "Arrow"),
-    (0, b"SQLite format 3", "an SQLite database"),
-    (0, (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "a Python pickle"),
-    (0, (b"\x7fELF", b"MZ"), "a program"),
-    (0, b"\x1aE\xdf\xa3", "a video (Matroska, WebM)"),
-    (8, b"AVI ", "a video (AVI)"),
-    (0, b"\0\0\1\xba", "a video (MPEG)"),
-    (4, b"ftyp", "a video (MP4)"),
-    (8, b"WAVE", "a recording (WAV)"),
-    (0, b"fLaC", "a recording (FLAC)"),
-    (0, b"OggS", "a recording (Ogg)"),
-    (0, b"ID3", "a recording (MP3)"),
+# Offset, bytes, name, and what is said of it; the first match counts.
+_KINDS = (
+    (0, b"\xff\xd8", "a JPEG", f" {DAMAGED}"),
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG", f" {DAMAGED}"),
+    (0, b"GIF8", "a GIF", f" {DAMAGED}"),
+    (8, b"WEBP", "a WebP", f" {DAMAGED}"),
+    (0, (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "a TIFF", f" {DAMAGED}"),
+    (0, b"BM", "a BMP", f" {DAMAGED}"),
+    (0, (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"), "a JPEG 2000", f" {DAMAGED}"),
+    (4, (b"ftypavif", b"ftypavis"), "an AVIF", f" {DAMAGED}, or that this PIL can't read"),
+    (4, (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1"), "HEIC", _CONVERT),
+    (0, (b"\0\0\0\x0cJXL ", b"\xff\x0a"), "JPEG XL", _CONVERT),
+    (0, b"8BPS", "a Photoshop file (PSD)", _CONVERT),
+    (0, b"%PDF", "a PDF", _CONVERT),
+    (128, b"DICM", "DICOM", _CONVERT),
+    (0, b"\x1f\x8b", "gzip", _UNPACK),
+    (0, b"PK", "a zip archive", _UNPACK),
+    (0, b"BZh", "bzip2", _UNPACK),
+    (0, b"\xfd7zXZ\0", "xz", _UNPACK),
+    (0, b"\x28\xb5\x2f\xfd", "zstd", _UNPACK),
+    (257, b"ustar", "a tar archive", _UNPACK),
+    (0, b"\x93NUMPY", "a NumPy array", ""),
+    (0, b"PAR1", "Parquet", ""),
+    (0, b"ARROW1", "Arrow", ""),
+    (0, (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "a Python pickle", ""),
+    (0, b"\x1aE\xdf\xa3", "a video (Matroska, WebM)", ""),
+    (4, b"ftyp", "a video (MP4)", ""),
+    (8, b"WAVE", "a recording (WAV)", ""),
+    (0, b"fLaC", "a recording (FLAC)", ""),
+    (0, b"OggS", "a recording (Ogg)", ""),
+    (0, b"ID3", "a recording (MP3)", ""),
 )
 # Patterns of text files; the first match counts.
 _TEXTS = (
     (r"<!doctype html|<(html|head|body|title|script)\b", WEB_PAGE),
     (r"\Aversion https://git-lfs", "a Git LFS pointer, not the file: `git lfs pull` fetches it"),
     (r"\A\S*annex/objects/", "a git-annex pointer, not the file: `git annex get` fetches it"),
-    (r"<svg\b", f"SVG, {_CONVERT}"),
+    (r"<svg\b", f"SVG{_CONVERT}"),
     (r"\A<\?xml", "XML"),
     (r"\A(/9j/|iVBORw0KGgo|R0lGOD|UklGR|data:image/)", "an image as base64 text: decode it"),
 )
@@ -83,15 +61,11 @@ def what_it_is(data: bytes | bytearray) -> str:
         return "empty"
     if data.count(data[0]) == len(data):
         return "zeros" if not data[0] else f"{len(data):,} bytes 0x{data[0]:02x} and nothing else"
-    brand = bytes(data[8:12]) if data[4:8] == b"ftyp" else b""
-    for table, more in ((_IMAGES, f" {DAMAGED}"), (_FOREIGN, f", {_CONVERT}"), (_OTHERS, "")):
-        if brand in _BRANDS and table is _FOREIGN:
-            return f"{_BRANDS[brand]}, {_CONVERT}"
-        for at, magic, name in table:
-            if data.startswith(magic, at):
-                return name + more
+    for at, magic, name, more in _KINDS:
+        if data.startswith(magic, at):
+            return name + more
     if data.endswith(b"TRUEVISION-XFILE.\0"):
-        return f"TGA, {_CONVERT}"
+        return f"TGA{_CONVERT}"
     return _text(bytes(data[:_LOOKED_AT]))
 
 

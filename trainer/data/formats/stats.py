@@ -130,7 +130,7 @@ def _decoded(decode: ModuleType, records: Records, sample: int) -> tuple[int, np
     height, width = records.shape(sample)
     if records.raw and height:
         return len(data), np.frombuffer(data, np.uint8).reshape(height, width, 3), UPRIGHT
-    image = decode.decode_whole(data, records.reading)[0].permute(1, 2, 0).numpy()
+    image = decode.decode_whole(data, records.upright)[0].permute(1, 2, 0).numpy()
     if records.raw:
         raise Corrupt("was not a readable image when it was packed")
     return len(data), image, orientation(data, decode.formats())

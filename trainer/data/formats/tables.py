@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.data import DataConfig
-from trainer.data.formats.arrow_stream import import_pyarrow
+from trainer.data.formats.arrow import import_pyarrow
 from trainer.data.formats.files import IMAGES, Files, ListFile, unlisted
 from trainer.data.formats.index import Index, index_folder, index_of, kept
-from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
+from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered, quoted
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut
 from trainer.data.shared import names_in
 from trainer.errors import BadInputError, first_line, reading
-from trainer.host.files import hash_of_rest, read_at
+from trainer.host.files import hash_of_rest
 
 _LABEL = ("label",)
 _JOINT = "\0"  # between the classes of an image that has several
@@ -29,8 +29,6 @@ _SEPARATORS = ";\t|"
 _NAMED = 20  # columns in a message
 _LARGE = 10_000  # rows of a table whose list is kept
 _ROWS = 4096  # rows that are read at once
-_LONGEST = 4096  # letters of a path or label
-_MAGIC = b"PAR1"  # at the start and end of a Parquet file
 _HEAD = 4096
 
 _Row = tuple[int, bytes, str]
@@ -205,68 +203,20 @@ def _csv(file: Path, several: SeveralClasses) -> Iterator[_Row]:
 def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
     pyarrow, number, wanted = import_pyarrow(file), 0, ["path", *several.wanted]
     try:
-        facts = pyarrow.parquet.read_metadata(file)
-        chunks = _chunks(facts)
-        # Each text of a dictionary once: a page may stand for gigabytes. pyarrow can't with deltas.
-        deltas = {chunk.path_in_schema for chunk in chunks if "DELTA" in str(chunk.encodings)}
-        flat = {chunk.path_in_schema for chunk in chunks}.intersection(wanted) - deltas
-        with pyarrow.parquet.ParquetFile(file, metadata=facts, read_dictionary=[*flat]) as table:
+        with pyarrow.parquet.ParquetFile(file) as table:
             _columns_of(file, table.schema_arrow.names, several.wanted)
-            _check_one(file, sum(chunk.total_compressed_size for chunk in chunks))
-            # Others may be large, or of a type that pyarrow can't read.
+            # Other columns may be large, or of a type that pyarrow can't read.
             for batch in table.iter_batches(_ROWS, columns=wanted, use_threads=False):
                 labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
-                for path, values in zip(_texts(file, batch.column("path")), labels, strict=True):
+                for path, values in zip(batch.column("path").to_pylist(), labels, strict=True):
                     number += 1
                     yield number, *_pair(f"{file}: row {number}", path, values, several)
-            if number != facts.num_rows:
-                raise BadInputError(
-                    f"{file}: holds {number:,} rows, and says that it has {facts.num_rows:,}; write it again"
-                )
     except LabelError as error:
         raise BadInputError(f"{file}: row {number + 1}: {error}") from error
-    except MemoryError as error:
-        raise BadInputError(f"{file}: its rows don't fit into the memory; use CSV") from error
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         what = what_it_is(_head(file))
         reason = what if what and what != "Parquet" else first_line(error)
         raise BadInputError(f"{file}: not a readable Parquet file ({reason})") from error
-
-
-def _texts(file: Path, column: Any) -> list[Any]:
-    """Returns the values of a column, whose dictionary is looked at before it is expanded."""
-    pyarrow = import_pyarrow(file)
-    if not pyarrow.types.is_dictionary(column.type):
-        return list(column.to_pylist())
-    compute = pyarrow.compute
-    longest = compute.max(compute.binary_length(column.dictionary)).as_py() or 0
-    if longest > _LONGEST:
-        raise BadInputError(f"{file}: column 'path' has a value of {longest:,} bytes, so it holds no paths")
-    return list(column.dictionary_decode().to_pylist())
-
-
-def _chunks(facts: Any) -> list[Any]:
-    groups = map(facts.row_group, range(facts.num_row_groups))
-    return [group.column(number) for group in groups for number in range(group.num_columns)]
-
-
-def _check_one(file: Path, pages: int) -> None:
-    """Checks that a file isn't two that were concatenated, of which pyarrow reads the last footer.
-
-    Args:
-        file: The file.
-        pages: Bytes of the pages that the footer knows.
-
-    Raises:
-        BadInputError: If it is.
-    """
-    with file.open("rb") as opened:
-        rest = read_at(opened.fileno(), len(_MAGIC) + pages, file.stat().st_size)
-    if (at := rest.find(2 * _MAGIC)) >= 0:
-        raise BadInputError(
-            f"{file}: a second Parquet file begins at byte {2 * len(_MAGIC) + pages + at:,}; take them "
-            "apart, or write the rows into one"
-        )
 
 
 def _columns_of(file: Path, columns: Sequence[str], labels: Sequence[str]) -> list[int]:
@@ -279,31 +229,21 @@ def _columns_of(file: Path, columns: Sequence[str], labels: Sequence[str]) -> li
         if columns.count(wanted) > 1:
             raise BadInputError(f"{file}: column '{wanted}' is there {columns.count(wanted)} times; keep one")
         if wanted not in columns:
-            raise BadInputError(f"{file}: no column '{wanted}'{_hint(file, columns, wanted)}")
+            raise BadInputError(f"{file}: no column '{wanted}'{_hint(file, columns)}")
     return [columns.index(wanted) for wanted in ("path", *labels)]
 
 
-def _hint(file: Path, columns: Sequence[str], wanted: str) -> str:
+def _hint(file: Path, columns: Sequence[str]) -> str:
     """Returns a hint why a column is missing, and the columns that exist."""
-    if what := _other_than_text(file) if file.suffix != ".parquet" else "":
+    what = what_it_is(head := _head(file))
+    if what not in ("", "Parquet") and not what.startswith("text that begins"):
         return f": this is {what}"
-    close = [name for name in columns if folded(name).lower() == wanted]
-    if close:
-        return f", but {quoted(close[0])}: rename it"
+    if b"\0" in head and what != "Parquet":
+        return ": this is text in UTF-16: save it as UTF-8"
     for separator in _SEPARATORS:
-        if len(columns) == 1 and wanted in [
-            folded(name).strip("'\"") for name in columns[0].split(separator)
-        ]:
+        if len(columns) == 1 and separator in columns[0]:
             return f": cells are separated by {separator!r}; save it with commas"
     return f" (it has: {', '.join(map(quoted, columns[:_NAMED])) or 'none'}{', …' * (len(columns) > _NAMED)})"
-
-
-def _other_than_text(file: Path) -> str:
-    head = _head(file)
-    what = what_it_is(head)
-    if what.startswith("text that begins"):
-        return ""
-    return what or ("text in UTF-16: save it as UTF-8" if b"\0" in head else "")
 
 
 def _head(file: Path) -> bytes:
@@ -317,8 +257,6 @@ def _pair(where: str, path: Any, labels: Sequence[Any], several: SeveralClasses)
         raise BadInputError(f"{where}: path or label is empty")
     if not isinstance(path, str | bytes):
         raise BadInputError(f"{where}: path {quoted(path)} is no text")
-    if len(path) > _LONGEST or (isinstance(label, str) and len(label) > _LONGEST):
-        raise BadInputError(f"{where}: path or label has more than {_LONGEST:,} letters")
     path = os.fsencode(path)
     if b"\0" in path:
         raise BadInputError(f"{where}: a path can't hold a zero byte")

@@ -363,13 +363,6 @@ def _is_unconnected(error: BaseException) -> bool:
     return isinstance(error, kinds | exceptions.EndpointConnectionError | exceptions.ConnectTimeoutError)
 
 
-def _refused_redirects() -> Any:
-    """Returns the exceptions for redirects that are invalid, circular or not to http."""
-    import aiohttp
-
-    return aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects
-
-
 def _is_temporary(error: BaseException, status: int | None, code: str) -> bool:
     import aiohttp
     from botocore import exceptions
@@ -383,7 +376,8 @@ def _is_temporary(error: BaseException, status: int | None, code: str) -> bool:
         return bool(given) or os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true"
     if isinstance(error, ValueError | LookupError):
         return False
-    if isinstance(error, _refused_redirects() | aiohttp.ClientSSLError | exceptions.SSLError):
+    redirects = aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects
+    if isinstance(error, redirects | aiohttp.ClientSSLError | exceptions.SSLError):
         return False
     passing = (
         exceptions.HTTPClientError | exceptions.FlexibleChecksumError | exceptions.CredentialRetrievalError
@@ -392,28 +386,21 @@ def _is_temporary(error: BaseException, status: int | None, code: str) -> bool:
 
 
 def _what(error: BaseException, status: int | None, code: str) -> str:
+    """Describes an error, without an address that a server led to."""
     if isinstance(error, EOFError):
         return str(error)
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return "no answer in time"
+    if status is None:
+        kind = "its server's answer can't be read" if isinstance(error, ValueError) else "can't be reached"
+        return f"{kind} ({type(error).__name__})"
     if status == 416:
         return "is shorter than its index says"
-    if status is not None:
-        named = code if code != str(status) else ""
-        reason = named if named in _CLOCKS else _STATUS.get(status, named)
-        if getattr(error, "history", ()) and (host := error.request_info.real_url.host):  # type: ignore[attr-defined]
-            reason += f"{', ' if reason else ''}by {host}, where its server leads"
-        return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
-    return _what_without_status(error)
-
-
-def _what_without_status(error: BaseException) -> str:
-    """Describes an error without an HTTP status."""
-    if isinstance(error, _refused_redirects()):
-        return f"its server leads elsewhere, where nothing is fetched ({type(error).__name__})"
-    if isinstance(error, ValueError | LookupError):
-        return f"its server's answer can't be read ({type(error).__name__})"
-    return f"can't be reached ({type(error).__name__})"
+    named = code if code != str(status) else ""
+    reason = named if named in _CLOCKS else _STATUS.get(status, named)
+    if getattr(error, "history", ()) and (host := error.request_info.real_url.host):  # type: ignore[attr-defined]
+        reason += f"{', ' if reason else ''}by {host}, where its server leads"
+    return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
 
 
 def _remedy(error: BaseException, status: int | None, code: str) -> str:

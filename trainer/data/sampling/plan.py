@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.config.data import Last
-from trainer.data.sampling.block_order import in_blocks
-from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.class_order import ClassDraws
+from trainer.data.sampling.group_order import in_blocks, in_buckets
 from trainer.data.sampling.mix_order import MixDraws
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
@@ -61,9 +60,9 @@ class Plan:
         max_steps: Upper bound for the steps of the run; None: no bound.
         shuffle: False keeps the samples in their order (evaluation, data.shuffle=false).
         shards: Number of samples in each shard; read only with `shards_per_block`.
-        shards_per_block: Shards in a shuffle block (see `block_order`); 0: all samples are shuffled together.
+        shards_per_block: Shards in a shuffle block (see `group_order`); 0: all samples are shuffled together.
         buckets: Number of samples in each bucket, if all samples of a micro-batch come from one bucket (see
-            `bucket_order`); else empty.
+            `group_order`); else empty.
         draws: Distribution from which samples are drawn with replacement, by weight of class (see
             `class_order`) or of data set (`mix_order`); None: every sample once in an epoch.
 
