@@ -18,10 +18,8 @@ from trainer.observe.console import say
 
 FILE = "model.safetensors"
 _CONNECT_S = 5.0  # for an answer of the hub
-_LONGEST_WAIT_S = 60  # that the hub may ask for
 # The hub's client makes a path of it.
 _ETAG = re.compile(r'(W/)?"?[\w=+-][\w.=+-]{0,127}"?', re.ASCII)
-_WAIT = re.compile(r"(?:^|t=)(\d+)")
 _OF_ROWS = (".jsonl", ".json", ".ndjson", ".parquet")
 _NO_DATA = (".md", ".gitattributes", ".gitignore", "LICENSE")
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")  # no rows
@@ -181,7 +179,7 @@ def _downloaded(repository: str, revision: str, name: str, kind: str) -> Path:
 
 @contextlib.contextmanager
 def _answers_checked() -> Iterator[None]:
-    """Looks at what the hub answers before its client does, which makes paths of headers and waits."""
+    """Looks at what the hub answers before its client does, which makes paths of headers."""
     from huggingface_hub import get_session
 
     session = get_session()
@@ -197,7 +195,7 @@ def _check_answer(answer: Any) -> None:
     """Looks at the headers of one answer.
 
     Raises:
-        ValueError: If one leads out of the cache, asks to wait for long, or the length of a file isn't said.
+        ValueError: If one leads out of the cache.
     """
     headers = answer.headers
     for name in ("etag", "x-linked-etag"):
@@ -205,16 +203,6 @@ def _check_answer(answer: Any) -> None:
             raise ValueError(f"the header {name} it sends isn't the name of a file's content")
     if not _COMMIT.fullmatch(headers.get("x-repo-commit", "0" * 40)):
         raise ValueError("the header x-repo-commit it sends isn't a commit")
-    waits = [*_WAIT.findall(headers.get("retry-after", "")), *_WAIT.findall(headers.get("ratelimit", ""))]
-    if answer.status_code in (429, 503) and any(
-        len(wait) > 9 or int(wait) > _LONGEST_WAIT_S for wait in waits
-    ):
-        raise ValueError(f"it answers HTTP {answer.status_code} and asks to wait for long")
-    plain = "content-length" in headers and headers.get("content-encoding", "identity") == "identity"
-    asked = answer.request
-    file = asked.method == "GET" and "/api/" not in asked.url.path
-    if file and answer.status_code < 300 and not plain:
-        raise ValueError("it doesn't say how long the file is")
 
 
 def _answers() -> bool:
