@@ -87,6 +87,15 @@ def test_turned_products_depend_on_the_distance_alone(first: int, second: int, s
     assert not torch.allclose(product(0, 3), product(0, 4))
 
 
+def test_each_document_is_computed_as_if_it_stood_alone() -> None:
+    segment = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [7, 2, 2, 2, 2, 2, 2, 2]])
+    model, tokens = make_model().double(), torch.randint(20, segment.shape)
+    together = model(tokens, segment)
+    for row, number in {(row, int(one)) for row in range(2) for one in segment[row]}:
+        inside = segment[row] == number
+        assert torch.allclose(together[row, inside], model(tokens[row : row + 1, inside])[0], rtol=1e-10)
+
+
 def test_places_begin_anew_in_each_document() -> None:
     segment = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]])
     assert place_in_segment(segment).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]

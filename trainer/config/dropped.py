@@ -12,6 +12,7 @@ from trainer.errors import BadInputError
 
 DROPPED = {
     "checkpoint.folder": "put the whole run on the large disk by --out, as a link if you like",
+    "language.attention": "leave it out: packed documents are kept apart by a mask on every device",
     "memory.history": 'call torch.cuda.memory._record_memory_history() in a hook with ranks = "all"',
     "model.mirror": "where torchvision's files can't be fetched, copy XDG_CACHE_HOME/trainer/weights from a "
     "machine that has them, or give a safetensors file by model.pretrained",

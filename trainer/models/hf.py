@@ -17,11 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainer.errors import BadInputError, first_line
-from trainer.models.gpt import TiedHead, place_in_segment
+from trainer.models.gpt import TiedHead, pairs_mask, place_in_segment
 from trainer.models.head_loss import Scaling, head_loss
 from trainer.models.hf_files import CONFIG, find_model, read_config
 from trainer.models.modes import Uninitialized
-from trainer.models.packed import pairs_mask
 
 # Their logits for documents side by side are held against those for each alone (tests/models/test_hf.py).
 FAMILIES = (
