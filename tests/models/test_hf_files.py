@@ -47,12 +47,6 @@ def link_outward(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
 
 
-def doubled(folder: Path) -> None:
-    state = stored(folder)
-    to_shards(folder)
-    safetensors.torch.save_file(state, folder / "b.safetensors")
-
-
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -70,7 +64,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "outward": (link_outward, "model.safetensors"),
     "pickle": (pickled, "pytorch_model.bin"),
     "shard_outward": (lambda f: to_shards(f, ("../a.safetensors", "b.safetensors")), "../a.safetensors"),
-    "twice": (doubled, "files"),
     "missing": (
         lambda f: safetensors.torch.save_file(
             {key: one for key, one in stored(f).items() if "norm" not in key}, f / "model.safetensors"

@@ -233,6 +233,9 @@ def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
     with refused("x float64 float32 .astype(np.float32"):
         check(data=doubled)
     check(data=doubled, model=lambda _: nn.Linear(2, 1).double())
+    with refused("x float64 bfloat16 loss") as error:  # which numpy doesn't have
+        check(data=doubled, model=lambda _: nn.Linear(2, 1).bfloat16())
+    assert "np.bfloat16" not in str(error.value)
 
 
 @pytest.mark.parametrize(

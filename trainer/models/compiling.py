@@ -111,8 +111,8 @@ def ddp_notes(world_size: int) -> list[str]:
     if SPLITS_ALL_GRAPHS or world_size == 1:
         return []
     return [
-        f"torch {torch.__version__}: DDP's optimizer of graphs is off, which refuses checkpointed blocks before "
-        "2.6: less of the communication may overlap with backward"
+        f"torch {torch.__version__}: DDP's optimizer of graphs is off, which refuses checkpointed blocks "
+        "before 2.6: less of the communication may overlap with backward"
     ]
 
 

@@ -267,12 +267,6 @@ def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
             f"language.sequence_length={sequence_length}: {name} knows {places} places "
             "(max_position_embeddings); set it to at most that"
         )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < 1:
-        raise BadInputError(
-            f"model.name={name}: {CONFIG} says sliding_window={window}, with which a token sees nothing; "
-            "bring back the model's own configuration"
-        )
     for one in _rotary(config):
         if (kind := one.get("rope_type")) in _MOVING_ROPE:
             raise BadInputError(

@@ -365,9 +365,9 @@ def _dtypes_explained(model: nn.Module, batch: Batch) -> Iterator[None]:
         for name, value in batch.fields.items():
             if weights and value.is_floating_point() and value.dtype != weights:
                 given, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, weights))
+                how = f"give it as .astype(np.{wanted})" if hasattr(np, wanted) else "cast it in loss"
                 raise BadInputError(
-                    f"{error}; data gave '{name}' as {given} and the model's weights are {wanted}: "
-                    f"give it as .astype(np.{wanted})"
+                    f"{error}; data gave '{name}' as {given} and the model's weights are {wanted}: {how}"
                 ) from error.__cause__
         raise
 
