@@ -236,14 +236,6 @@ def test_without_gradients_it_computes_alike() -> None:
         assert torch.allclose(model.eval()(inputs), expected, atol=1e-5)
 
 
-def test_torch_compile_takes_it() -> None:
-    model, inputs = models()[3]
-    fine_tune(model, LORA)
-    learned(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
-    assert torch.equal(compiled(inputs), model(inputs))
-
-
 def test_what_is_learned_counts_alpha_by_rank_times() -> None:
     tensors = {"a.weight": torch.eye(2), "a.lora_a": torch.ones(1, 2), "a.lora_b": torch.ones(2, 1)}
     assert merged(tensors, 0.5)["a.weight"].tolist() == [[1.5, 0.5], [0.5, 1.5]]

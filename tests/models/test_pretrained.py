@@ -177,15 +177,6 @@ def test_without_a_network_the_cache_serves(tmp_path: Path, hub: Hub) -> None:
     refusal(damaged.returncode, damaged.stderr, SOURCE, folder=tmp_path / "four")
 
 
-def test_what_the_hub_lacks_is_one_line_before_any_rank_starts(tmp_path: Path, hub: Hub) -> None:
-    hub.files, hub.commits = {("org/name", OLD): b""}, {"main": OLD}
-    done = trained(tmp_path, hub.url, "--out", "run", source="hub:org/name@v9")
-    refusal(done.returncode, done.stderr, "org/name v9", folder=tmp_path / "run")
-    for wrong in ("hub:org/name", "hub:org/name@a/../../../../x"):
-        with refused("hub:ORG/NAME@REVISION", by=ValueError):
-            ModelConfig(pretrained=wrong)
-
-
 @pytest.mark.parametrize(
     ("source", "names"),
     [
