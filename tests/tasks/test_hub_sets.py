@@ -3,14 +3,20 @@
 import http.server
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.chat_folders import chat_folder
 from tests.helpers.refusals import refused
+from tests.helpers.small_gpt import SMALL
 from tests.models.test_pretrained import Hub, ask_here
 from trainer.config.recipe import Recipe
+from trainer.config.tasks import LanguageConfig
 from trainer.tasks.conversations import local_path, with_commits
+from trainer.train.request import Request
+from trainer.train.start.prepare import prepare
 
 OLD, NEW = "1" * 40, "2" * 40
 TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "the cat"}]}
@@ -109,6 +115,17 @@ def test_a_set_is_fetched_once_and_its_commit_is_kept(tmp_path: Path, hub: Sets)
     assert with_commits(recipe_of("hub:org/talks@main"), None) == new, "without a network"
     with refused("hub:org/talks@v2", hub.url):
         with_commits(recipe_of("hub:org/talks@v2"), None)
+
+
+def test_a_run_keeps_the_commit(tmp_path: Path) -> None:
+    recipe = recipe_of("hub:org/talks@main:data")
+    recipe.language = LanguageConfig.model_validate(
+        {**SMALL, "text": "packed", "sequence_length": 160, "tokenizer": chat_folder(tmp_path / "chat")}
+    )
+    recipe.data = recipe.data.model_copy(update={"global_batch_size": 2, "micro_batch_size": 2})
+    with ExitStack() as stack:
+        prepared, _ = prepare(Request(recipe, "talks", tmp_path / "run"), 1, stack)
+    assert str(prepared.recipe.data.path) == f"hub:org/talks@{OLD}:data"
 
 
 def test_what_the_hub_lacks_is_one_line() -> None:
