@@ -320,7 +320,8 @@ def test_what_the_vocabulary_lacks_is_counted(
     (tmp_path / "text").write_text("a z a q")
     asked = [str(tmp_path / "text"), str(tmp_path / "t.bin"), "--tokenizer", f"bpe:{tmp_path}/tokenizer.json"]
     assert main(["data", "tokenize", *asked]) == 0
-    assert named(capsys.readouterr().out, "2")
+    about = read_about(tmp_path / "t.bin")
+    assert about is not None and about.unknown == 2 and named(capsys.readouterr().out, "2")
     (tmp_path / "a.jsonl").write_text('{"text": "a z a q"}\n{"text": "z ? a"}\n{"text": "a</s>a"}\n')
     found = tokenized(RowSplit((tmp_path / "a.jsonl",)), open_tokenizer(tmp_path), "all", 9)
-    assert named(found.notes[1], "3") and named(found.notes[2], "1 a.jsonl: line 3: </s>")
+    assert found.notes[1].startswith("3 ") and named(found.notes[2], "1 a.jsonl: line 3: </s>")

@@ -149,8 +149,8 @@ def test_a_layer_that_begins_anew_is_not_frozen() -> None:
 @pytest.mark.parametrize(
     ("freeze", "message"),
     [
-        (["haed"], "head"),
-        (["*"], "train"),
+        (["haed"], "model.freeze 'haed' 'head'"),
+        (["*"], "model.freeze=['*']"),
     ],
 )
 def test_a_pattern_that_freezes_nothing_or_all_is_bad_input(freeze: list[str], message: str) -> None:

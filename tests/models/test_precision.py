@@ -162,7 +162,7 @@ def test_fp32_means_fp32_and_tf32_is_asked_for() -> None:
         set_matmul_mode(PrecisionConfig(mode="fp32"))
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cudnn.allow_tf32
-    with refused("NVIDIA GPU"):
+    with refused("precision.mode=tf32"):
         check_precision(PrecisionConfig(mode="tf32"), torch.device("cpu"))
 
 
@@ -204,7 +204,7 @@ def test_what_nobody_calls_cannot_be_kept_in_fp32() -> None:
     with torch.device("meta"):
         model = build_model(ModelConfig(name="vit_b_32"), 3, 10)
     attention = "encoder.layers.encoder_layer_0.self_attention"
-    with refused("attention"):
+    with refused("precision.keep_fp32", f"{attention}.out_proj"):
         fp32_modules(model, [f"{attention}.out_proj"])
     assert list(fp32_modules(model, [f"{attention}*"])) == [attention], "kept with what reads it"
 

@@ -94,7 +94,7 @@ def test_other_floating_formats_are_converted(tmp_path: Path, dtype: torch.dtype
 
 def test_weights_of_a_run_that_diverged_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
     file = saved(tmp_path)
-    with refused():
+    with refused("model.reinit", file):
         load_initial(build_model(ModelConfig(width=8), 1, 10), file, ["*"])
     tensors = safetensors.torch.load_file(file)
     for value, dtype in (

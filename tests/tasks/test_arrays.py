@@ -99,7 +99,7 @@ REFUSED: list[tuple[Any, str]] = [
     (np.arange(12).astype(np.longdouble), "z float128"),
     (np.ma.masked_greater(np.arange(12.0), 5), "z"),
     (np.array([None] * 12), "z"),
-    (np.zeros(12, [("a", "f4")]), "number"),
+    (np.zeros(12, [("a", "f4")]), "'z'"),
 ]
 
 

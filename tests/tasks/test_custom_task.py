@@ -27,7 +27,7 @@ from trainer.train.start import job as start
 LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
 WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
     ("loss", None, "loss sample"),
-    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "number"),
+    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "data 'x'"),
     ("model", lambda _: 1 / 0, "ZeroDivisionError"),
     ("loss", lambda _, m, b: m(b.fields["y"]), "RuntimeError"),
     ("data", lambda _: (LOADER, LOADER), "DataLoader loader.dataset"),
@@ -85,7 +85,7 @@ class Counter(nn.Module):
             "model.steps register_buffer",
         ),
         ("reversal", "inner.weight"),
-        ("numpy", "loss generator"),
+        ("numpy", "loss numpy's"),
     ],
 )
 def test_state_that_no_checkpoint_holds_is_refused(keep: str, message: str) -> None:
@@ -242,7 +242,7 @@ def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
     ("num_items", "message"),
     [
         (np.zeros(10, np.int64), "num_items 0"),
-        (np.ones(10), "number"),
+        (np.ones(10), "data 'num_items'"),
     ],
 )
 def test_units_are_counts(num_items: Any, message: str) -> None:
@@ -269,7 +269,7 @@ FILES = [
     ("class A:\n    def loss(self): ...\nclass B(A): ...\n", "A B"),
     (
         "class A:\n    def data(self):\n        return [][0]\n    model = loss = measure = data\n",
-        "3",
+        "mine.py: line 3 data IndexError",
     ),
 ]
 

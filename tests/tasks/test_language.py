@@ -200,7 +200,7 @@ def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
 def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = read_limits()
     monkeypatch.setattr(documents, "read_limits", lambda: replace(limits, memory_bytes=1000))
-    with refused():
+    with refused("language.text=packed"):
         packed(Text(np.array([1, 0] * 200, np.uint16), 2, 0, "toy"), 64)
 
 

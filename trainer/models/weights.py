@@ -136,9 +136,7 @@ def _agreed(
     unexpected = [n for n in shapes if n not in state and kept(n) and not n.endswith(counters)]
     differing = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
     if not wanted:
-        raise BadInputError(
-            f"model.reinit={list(reinit or ())}: nothing is left to take from {file}; leave out both"
-        )
+        raise BadInputError(f"model.reinit: nothing is left to take from {file}; leave out both")
     shapes_differ = [f"{name} {list(shapes[name])} for {list(wanted[name])}" for name in differing]
     problems = [
         f"{len(names)} {what} ({_shown(names)})"
