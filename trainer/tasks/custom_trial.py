@@ -27,7 +27,6 @@ from trainer.tasks.trial import (
     Read,
     Snapshot,
     beside_others,
-    expanded,
     memory_of,
     moving,
     of_halves,
@@ -114,11 +113,6 @@ def try_task(task: OwnMethods) -> dict[str, str]:
         torch.default_generator.manual_seed(0)
         model = task.model()
         weights = size_of_weights(model)
-        if name := expanded(model):
-            raise BadInputError(
-                f"{task._source}: several elements of the model's '{name}' are one number in memory (it "
-                "was expanded), which nothing can update; add .clone()"
-            )
         begin_training(model)
         _reject_shared(task, model, memory.shared(model))
         first = snapshot(model)
@@ -177,13 +171,6 @@ def _reject_new_tensors(task: OwnMethods, first: Snapshot, model: nn.Module) -> 
             f"{task._source}: a forward pass makes the model's '{name}', or takes it away, of which "
             "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
             "be registered with persistent=False"
-        )
-    if (reshaped := first.reshaped(model)) is not None:
-        name, before, now = reshaped
-        raise BadInputError(
-            f"{task._source}: a forward pass gives the model's buffer '{name}' the shape {now} in place of "
-            f"{before}: no mean over micro-batches can be made of it; do one forward pass in model(), on a "
-            "batch like those of data()"
         )
 
 
