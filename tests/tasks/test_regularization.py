@@ -18,8 +18,8 @@ from trainer.data.batch import Batch
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
+from trainer.tasks.augment import mix
 from trainer.tasks.classification import Classification
-from trainer.tasks.mixing import mix
 
 pytestmark = pytest.mark.compat
 

@@ -21,7 +21,6 @@ from trainer.observe.rows import why_no_metric
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
 from trainer.tasks.bytecode import COMPILER
-from trainer.tasks.figures import describe_value
 from trainer.tasks.own_methods import OwnMethods, len_of
 from trainer.tasks.trial import (
     Read,
@@ -35,7 +34,7 @@ from trainer.tasks.trial import (
     size_of_weights,
     snapshot,
 )
-from trainer.tasks.values import OLD_SUM, Values
+from trainer.tasks.values import OLD_SUM, Values, describe_value
 
 _TRIED = 4  # samples
 _SUMMARIZED = 32  # samples for a trial of `summarize`
