@@ -252,7 +252,7 @@ def of_pairs(_: Any) -> Any:
         ("mnist", "MNIST", {"data": few(70, 20)}),
         ("time_sequence", "TimeSequence", {"size": 6, "length": 12}),
         ("super_resolution", "SuperResolution", {"data": few(70, 25), "width": 8, "pixels": 12}),
-        pytest.param("bert_pairs", "BertPairs", {"data": of_pairs}, marks=NEEDS),
+        pytest.param("bert_pairs", "BertPairs", {"data": of_pairs}, marks=[NEEDS, pytest.mark.slow]),
     ],
 )
 def test_the_others_train(name: str, kind: str, changed: dict[str, Any], attempt: Attempt) -> None:
