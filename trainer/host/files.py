@@ -78,11 +78,6 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def rename(path: Path, to: Path) -> None:
-    """Moves a file or folder within a file system, at once."""
-    os.rename(path, to)
-
-
 def remove(path: Path) -> None:
     """Removes a file or folder with what is in it, if there is one; follows no symbolic link."""
     with contextlib.suppress(FileNotFoundError):
