@@ -6,7 +6,7 @@ goes to a regular one that has no other name (`open_own`); a folder in the folde
 (`own_folder`).
 """
 
-# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH208
+# ruff: noqa: PTH102, PTH106, PTH108, PTH208
 import contextlib
 import errno
 import fcntl
