@@ -6,7 +6,7 @@ goes to a regular one that has no other name (`open_own`); a folder in the folde
 (`own_folder`).
 """
 
-# ruff: noqa: PTH102, PTH106, PTH108, PTH208
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH208
 import contextlib
 import errno
 import fcntl
@@ -76,6 +76,11 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(folder)
+
+
+def rename(path: Path, to: Path) -> None:
+    """Moves a file or folder within a file system, at once."""
+    os.rename(path, to)
 
 
 def remove(path: Path) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
-from trainer.host.files import read_inside, write_whole
+from trainer.host.files import cache_folder, read_inside, write_whole
 from trainer.observe.console import say
 
 FILE = "model.safetensors"
@@ -72,7 +71,7 @@ def hub_rows(what: str, repository: str, revision: str, below: str | None = None
     from huggingface_hub import HfApi, constants
 
     def kept(revision: str) -> Path:
-        return _lists() / f"{hashlib.sha256(f'{repository}@{revision}'.encode()).hexdigest()}.json"
+        return cache_folder("hub") / f"{hashlib.sha256(f'{repository}@{revision}'.encode()).hexdigest()}.json"
 
     listed = kept(revision)
     if not (_COMMIT.fullmatch(revision) and listed.exists()):
@@ -111,11 +110,6 @@ def hub_rows(what: str, repository: str, revision: str, below: str | None = None
 
 def _is_of_rows(name: str) -> bool:
     return bool(_PLAIN.fullmatch(name)) and name.endswith(_OF_ROWS) and name.rpartition("/")[2] not in _ABOUT
-
-
-def _lists() -> Path:
-    home = Path(os.environ.get("HOME") or "/", ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", "hub")
 
 
 @contextlib.contextmanager

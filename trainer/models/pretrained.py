@@ -6,8 +6,6 @@ torchvision's files are pickles: each is verified, read once and cached as safet
 XDG_CACHE_HOME/trainer/weights, with the SHA-256 of that file beside it.
 """
 
-import hashlib
-import mmap
 import pickle
 import re
 from collections.abc import Mapping
@@ -24,7 +22,14 @@ from trainer.config.model import HUB, TORCHVISION, ModelConfig
 from trainer.config.models import HF
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError, first_line
-from trainer.host.files import cache_folder, locked, remove_unfinished, write_whole, written_whole
+from trainer.host.files import (
+    cache_folder,
+    hash_inside,
+    locked,
+    remove_unfinished,
+    write_whole,
+    written_whole,
+)
 from trainer.host.here import from_here
 from trainer.models.hf_files import find_model
 from trainer.models.hub import FILE, hub_file
@@ -106,7 +111,7 @@ def _of_torchvision(source: str, name: str) -> Weights:
                 remove_unfinished(folder, kept.stem)
                 with written_whole(kept) as beside:
                     _fetch_converted(source, url, beside)
-                    write_whole(digest, f"{_sha256(beside)}\n")  # before the weights have their name
+                    write_whole(digest, f"{hash_inside(beside)}\n")  # before the weights have their name
     return Weights(kept, source, published, digest.read_text().strip())
 
 
@@ -163,8 +168,3 @@ def _state_in(file: Path, source: str) -> dict[str, torch.Tensor]:
     if not isinstance(state, Mapping) or not all(isinstance(one, torch.Tensor) for one in state.values()):
         raise BadInputError(f"model.pretrained={source}: its file is no state_dict; give a safetensors file")
     return {_OLD_NAME.sub(r"\1\2", name): tensor.clone().contiguous() for name, tensor in state.items()}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return hashlib.sha256(data).hexdigest()

@@ -44,6 +44,7 @@ from trainer.tasks.bytecode import (
     digest_of_statements,
     scan,
 )
+from trainer.tasks.values import bytes_of
 
 _SHOWN = 40  # characters of a value that is stored as it is; longer ones by their hash
 _REDACTED = 4096  # characters of a text that is searched for secrets
@@ -428,10 +429,7 @@ def _tensor(value: torch.Tensor) -> str:
     about = f"tensor {value.dtype} {tuple(value.shape)}" + " trained" * value.requires_grad
     if value.is_meta or nn.parameter.is_lazy(value):
         return f"{about} without values"
-    dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-    plain = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # A copy: numpy() would fix the size of the user's tensor for good.
-    return f"{about} {_hash(plain.clone().view(torch.uint8).numpy())}"
+    return f"{about} {_hash(bytes_of(value))}"
 
 
 def _hash(data: np.ndarray[Any, Any]) -> str:

@@ -16,7 +16,7 @@ from trainer.models.modes import begin_training
 from trainer.models.pointwise import mend_pointwise
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
-from trainer.tasks.values import Values
+from trainer.tasks.values import Values, bytes_of
 
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
@@ -294,11 +294,7 @@ def _inner(name: str, value: object, inside: set[int], depth: int) -> Iterator[t
 
 
 def _digest(value: Any) -> bytes:
-    if isinstance(value, torch.Tensor):
-        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-        plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
-        # A copy: numpy() would fix the size of the user's tensor for good, and a forward pass may resize it.
-        value = plain.clone().reshape(-1).view(torch.uint8).numpy()
+    value = bytes_of(value) if isinstance(value, torch.Tensor) else value
     data = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
     return hashlib.sha256(data).digest()
 

@@ -143,6 +143,14 @@ def why_no_name(name: object, rows: bool) -> str:
     return "" if rows and isinstance(name, str) else why_no_metric(name)
 
 
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Returns the bytes of a tensor of any layout, uint8 (n,), a copy."""
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    plain = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A copy: numpy() would fix the size of the user's tensor for good, and a forward pass may resize it.
+    return plain.clone().view(torch.uint8).numpy()
+
+
 def describe_value(value: Any) -> str:
     """Describes a value by its type, a tensor by layout, shape and dtype, for messages."""
     if isinstance(value, torch.Tensor):
