@@ -335,8 +335,8 @@ class _Walk:
     def _made(self, value: Any, kind: type) -> str:  # noqa: PLR0911  (a kind of values each)
         if kind in (list, tuple, deque):
             return self._sequence(value)
-        if kind in (set, frozenset):
-            return f"{kind.__name__} {', '.join(sorted(map(self._token, value)))}"
+        if isinstance(value, set | frozenset):
+            return f"{self._token(kind)} {', '.join(sorted(map(self._token, value)))}"
         if kind in (dict, OrderedDict, MappingProxyType):
             return self._mapping(value)
         if kind in (bytes, bytearray, memoryview):
@@ -504,4 +504,6 @@ def _is_installed(module: str) -> bool:
     if not module or module == "__main__" or is_file(module):
         return False
     file = _file_of(module) or _file_of(top)
-    return top == "trainer" or (is_installed(file) if file else top in sys.stdlib_module_names)
+    if top == "trainer" or top.startswith("_cython"):  # which Cython says of its functions
+        return True
+    return is_installed(file) if file else top in sys.stdlib_module_names
