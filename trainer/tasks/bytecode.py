@@ -11,10 +11,11 @@ import sys
 from types import CodeType
 from typing import Any, NamedTuple
 
-# Version of the compiler: the same source gives other instructions and constants under another one.
+# Version of the compiler and of the digests: under another one the same source has another digest.
 COMPILER = f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}" + (
     " -O" if sys.flags.optimize else ""  # without asserts
 )
+COMPILER += ", digests 2"
 
 # Flags that say how a function is called; the others say where it stands, or that it has a docstring.
 _CALLED = 0x04 | 0x08 | 0x20 | 0x80 | 0x100 | 0x200
