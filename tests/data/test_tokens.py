@@ -148,7 +148,6 @@ np.save(NUMPY, np.arange(500, dtype=np.uint16))
         (FIFTY[:16], None, "uint16", "8 tokens are too few for a sample of 8"),
         (NUMPY.getvalue(), None, "uint16", "NumPy"),
         (LLM_C + MANY[:10_000], None, "uint16", "llm.c .*1,024"),
-        ("To be, or not to be. Da, äh, ist die Frage.\n".encode() * 100, None, "uint16", "text"),
         (b"\x1f\x8b\x08\0" + MANY, None, "uint16", "gzip"),
         (MANY + bytes(70_000), None, "uint16", "65,536"),
         (FIFTY, None, None, "uint16 or uint32.* no train.bin.json .*trainer data tokenize"),

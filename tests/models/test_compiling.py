@@ -1,7 +1,6 @@
 """Promise: compiling changes nothing but the time, and where it can't be done a line says why."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch._inductor import config as inductor
 from torch._inductor.codegen.triton import TritonOverrides
 
-from tests.helpers import preloaded
 from tests.helpers.refusals import named
 from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe, rows_to
 from tests.helpers.world import Ranks
@@ -174,19 +172,6 @@ def test_compiled_dropout_is_recomputed_alike(backend: str, monkeypatch: pytest.
     assert losses({"checkpointing": "blocks"}) == pytest.approx(losses({}), rel=1e-5)
 
 
-def test_without_a_compiler_a_line_says_so_and_it_trains_eagerly(tmp_path: Path) -> None:
-    """Through the command line, with a PATH that holds no compiler."""
-    settings = ["compile.mode=default", "max_steps=3", "epochs=1", "parallel.threads=1", "log.to=[csv]"]
-    words = [word for setting in settings for word in ("--set", setting)]
-    done = preloaded.run(
-        [sys.executable, "-m", "trainer", "train", "digits", "--out", tmp_path / "run", *words],
-        env=os.environ | {"PATH": str(tmp_path), "CXX": "no-such-compiler"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert named(done.stdout, "compiler")
-    assert not done.stderr
-
-
 def one_rank_cannot(world: World) -> list[str]:
     compiling_there = world.rank == 0
     recipe = make_recipe(compile={"mode": "default"}, data={"global_batch_size": 8, "micro_batch_size": 4})
@@ -253,11 +238,6 @@ def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
         assert after == addresses
         weights.append([p.detach().clone() for p in parameters])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_the_number_of_shapes_is_not_torchs_eight() -> None:
-    compiling.set_up_torch()
-    assert torch._dynamo.config.cache_size_limit >= 128
 
 
 @pytest.mark.compat  # the newest torch has both

@@ -9,11 +9,8 @@ from torch.nn import functional as F
 
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
-from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig, PrecisionConfig
-from trainer.config.tasks import RegularizationConfig
 from trainer.data.batch import Batch
-from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import (
@@ -24,7 +21,6 @@ from trainer.models.precision import (
     set_matmul_mode,
 )
 from trainer.tasks.augment import affine
-from trainer.tasks.classification import Classification
 from trainer.train.components.task import check_request, make_task
 from trainer.train.step import take_metrics, train_step
 
@@ -142,15 +138,6 @@ def test_low_precision_follows_fp32(mode: str, optim: dict[str, Any]) -> None:
     assert full[-1] < full[0]
 
 
-def test_augmentation_does_not_depend_on_the_precision() -> None:
-    image = torch.arange(224.0).expand(2, 1, 224, 224).contiguous()
-    task: Any = Classification(DataConfig(augment="affine"), ModelConfig(), RegularizationConfig(), 0)
-    batch = Batch({"image": image.to(torch.uint8)}, None, torch.rand(2, 5), 2)
-    full = task._pixels(batch, train=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(task._pixels(batch, train=True), full)
-
-
 def test_the_affine_grid_is_torchs() -> None:
     """Without turning and scaling, shifted by an eighth of the side: four of 32 pixels."""
     image = torch.randn(1, 2, 32, 32)
@@ -175,7 +162,7 @@ def test_fp32_means_fp32_and_tf32_is_asked_for() -> None:
         set_matmul_mode(PrecisionConfig(mode="fp32"))
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cudnn.allow_tf32
-    with refused("NVIDIA GPU"):
+    with refused("precision.mode=tf32"):
         check_precision(PrecisionConfig(mode="tf32"), torch.device("cpu"))
 
 
@@ -217,28 +204,9 @@ def test_what_nobody_calls_cannot_be_kept_in_fp32() -> None:
     with torch.device("meta"):
         model = build_model(ModelConfig(name="vit_b_32"), 3, 10)
     attention = "encoder.layers.encoder_layer_0.self_attention"
-    with refused("attention"):
+    with refused("precision.keep_fp32", f"{attention}.out_proj"):
         fp32_modules(model, [f"{attention}.out_proj"])
     assert list(fp32_modules(model, [f"{attention}*"])) == [attention], "kept with what reads it"
-
-
-def test_in_a_run_too_and_in_its_average() -> None:
-    recipe = make_recipe(
-        precision={"mode": "bf16", "keep_fp32": ["head"]}, model={"width": 8}, ema={"decay": 0.9}
-    )
-    task = make_task(recipe)
-    check_request(recipe, task, 1)
-    run = build_alone(recipe, task)
-    assert run.state.average is not None
-    image = torch.zeros(2, 1, 8, 8)
-    run.state.average.tensors["head.bias"].fill_(1)
-    run.state.average.tensors["head.weight"].zero_()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (trained := run.state.model(image)).dtype == torch.float32
-        with run.state.average.in_place():
-            averaged = run.state.model(image)
-        assert averaged.dtype == torch.float32 and bool((averaged == 1).all())
-        assert torch.equal(run.state.model(image), trained) and not torch.equal(averaged, trained)
 
 
 def test_a_name_that_is_not_there_is_found_before_the_ranks_start() -> None:
@@ -295,23 +263,6 @@ def test_the_first_that_is_not_finite_is_named(
     assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
 
 
-def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """fp16 with a learning rate that sends the weights far beyond its range."""
-    recipe = make_recipe(
-        precision={"mode": "fp16", "debug": True}, optim={"lr": 1e4, "warmup_steps": 0.0}, model={"width": 8},
-        memory={"checkpointing": "blocks"}, max_steps=6, ema={"decay": 0.9},
-    )  # fmt: skip
-    run = build_alone(recipe, make_task(recipe))
-    batches = run.loader(run.share.batches())
-    run.replica.train()
-    assert run.nonfinite is not None
-    for step in range(6):
-        train_step(run, batches, step)
-    figures = {name: float(figure) for name, figure in take_metrics(run).items()}
-    run.nonfinite.name_first({"kind": "train", "step": 6, **figures})
-    assert named(capsys.readouterr().err, "finite")
-
-
 @pytest.mark.parametrize(
     ("norm", "on_cpu", "on_gpu"),
     [
@@ -329,18 +280,3 @@ def test_what_a_sharded_model_is_gathered_in(
     devices = torch.device("cpu"), torch.device("cuda")
     assert [gathered_in(low, model, device) for device in devices] == [on_cpu, on_gpu]
     assert [gathered_in(PrecisionConfig(), model, device) for device in devices] == [None, None]
-
-
-def test_a_skipped_step_does_not_enter_batchnorm() -> None:
-    layer = nn.BatchNorm1d(2)
-    statistics = StepStatistics(layer, None)
-    for data, skipped in ((torch.ones(4, 2), 0.0), (torch.full((4, 2), float("inf")), 1.0)):
-        layer(data)
-        statistics.add(statistics.of_micro_batch())
-        statistics.end_step(torch.tensor(skipped))
-    assert layer.running_mean is not None
-    assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])
-    layer(torch.ones(4, 2))
-    statistics.add(statistics.of_micro_batch())
-    statistics.end_step(torch.tensor(0.0))
-    assert layer.running_mean.tolist() == pytest.approx([0.19, 0.19])

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
-from tests.helpers import preloaded
-from tests.helpers.refusals import named, refusal, refused
+from tests.helpers.forked import attempt, small
+from tests.helpers.refusals import refusal, refused
 from tests.helpers.remote import Web
 from tests.helpers.waiting import SECONDS, until
 from trainer.config.model import ModelConfig
@@ -117,14 +116,9 @@ def weights(folder: Path, seed: int = 5) -> bytes:
     return (folder / "start.safetensors").read_bytes()
 
 
-def trained(tmp_path: Path, url: str, *words: str, source: str = SOURCE) -> Any:
-    """`trainer train digits` with the hub at a URL and the cache in a folder."""
-    common = [f"model.pretrained={source}", "model.width=4", "max_steps=2", "parallel.threads=1"]
-    environment = {**os.environ, "HF_ENDPOINT": url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN"):
-        environment.pop(name, None)
-    program = [sys.executable, "-m", "trainer", "train", "digits"]
-    return preloaded.run([*program, *common, *words], env=environment, cwd=tmp_path)
+def recipe_of(source: str = SOURCE) -> Recipe:
+    digits = {"name": "digits", "global_batch_size": 16, "micro_batch_size": 16}
+    return small(model={"pretrained": source}, data=digits, max_steps=2)
 
 
 def ask_here(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
@@ -140,12 +134,14 @@ def manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_branch_is_fetched_once_for_all_ranks_and_its_commit_is_kept(tmp_path: Path, hub: Hub) -> None:
+def test_a_branch_is_fetched_once_and_its_commit_is_kept(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = weights(tmp_path)
     hub.files, hub.commits = {("org/name", OLD): old}, {"main": OLD}
-    two = ["--nproc-per-node", "2", "data.micro_batch_size=32"]
-    done = trained(tmp_path, hub.url, *two, "--out", "run", "--stop-after", "1")
-    assert done.returncode == 75, done.stdout + done.stderr
+    ask_here(monkeypatch, hub, tmp_path)
+    done = attempt(tmp_path / "run", recipe_of(), stop_after=1)
+    assert done.code == 75, done.said
     assert [name for name in hub.asked.elements() if name.startswith("GET")] == [
         "GET /org/name/resolve/main/model.safetensors"
     ]
@@ -157,33 +153,26 @@ def test_a_branch_is_fetched_once_for_all_ranks_and_its_commit_is_kept(tmp_path:
     # The branch moves on: the run doesn't, even where it begins anew; a new one does.
     hub.files["org/name", NEW], hub.commits["main"] = weights(tmp_path, 6), NEW
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert trained(tmp_path, hub.url, *two, "--out", "run").returncode == 0
+    assert attempt(tmp_path / "run", recipe_of()).code == 0
     assert manifest(tmp_path / "run")["pretrained"]["revision"] == OLD
-    assert trained(tmp_path, hub.url, "--out", "other").returncode == 0
+    assert attempt(tmp_path / "other", recipe_of()).code == 0
     assert manifest(tmp_path / "other")["pretrained"]["revision"] == NEW
 
 
-def test_without_a_network_the_cache_serves(tmp_path: Path, hub: Hub) -> None:
+def test_without_a_network_the_cache_serves(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
-    assert trained(tmp_path, hub.url, "--out", "one").returncode == 0
+    ask_here(monkeypatch, hub, tmp_path)
+    recipe = Recipe(task="classification", epochs=1, model=ModelConfig(pretrained=SOURCE, width=4))
+    found = resolve_pretrained(recipe, None)
     hub.close()
-    assert trained(tmp_path, hub.url, "--out", "two").returncode == 0
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
-    assert one == two
+    assert resolve_pretrained(recipe, None) == found and found[1] is not None
     # What was damaged in the cache isn't trained from.
     (blob,) = (tmp_path / "cache").rglob("blobs/*")
     blob.write_bytes(blob.read_bytes()[:-1] + b"?")
-    damaged = trained(tmp_path, hub.url, "--out", "four")
-    refusal(damaged.returncode, damaged.stderr, SOURCE, folder=tmp_path / "four")
-
-
-def test_what_the_hub_lacks_is_one_line_before_any_rank_starts(tmp_path: Path, hub: Hub) -> None:
-    hub.files, hub.commits = {("org/name", OLD): b""}, {"main": OLD}
-    done = trained(tmp_path, hub.url, "--out", "run", source="hub:org/name@v9")
-    refusal(done.returncode, done.stderr, "org/name v9", folder=tmp_path / "run")
-    for wrong in ("hub:org/name", "hub:org/name@a/../../../../x"):
-        with refused("hub:ORG/NAME@REVISION", by=ValueError):
-            ModelConfig(pretrained=wrong)
+    with refused(SOURCE, found[1].sha256):
+        resolve_pretrained(recipe, None)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +210,6 @@ HEADERS: list[tuple[dict[str, str], str, int]] = [
     *(({name: "../x"}, name.lower(), 200) for name in ("ETag", "X-Linked-Etag", "X-Repo-Commit")),
     *(({"ETag": etag}, "etag", 302) for etag in ("", '"a/b"', "a" * 200)),
     ({"X-Repo-Commit": "main"}, "x-repo-commit", 200),
-    ({"Retry-After": "100000"}, "429", 429),
-    ({"RateLimit": '"api";r=0;t=9999'}, "503", 503),
-    ({}, "long", 200),
 ]
 
 
@@ -236,9 +222,8 @@ def test_headers_of_a_hub_that_lead_astray_are_refused(
     asked = httpx2.Request("GET", "http://hub/org/name/resolve/main/model.safetensors")
     with refused(message, by=ValueError):
         _check_answer(httpx2.Response(status, headers=headers, request=asked))
-    good = {"ETag": 'W/"1f-b0"', "X-Linked-Etag": "0" * 64, "X-Repo-Commit": OLD, "Content-Length": "9"}
+    good = {"ETag": 'W/"1f-b0"', "X-Linked-Etag": "0" * 64, "X-Repo-Commit": OLD}
     _check_answer(httpx2.Response(200, headers=good, request=asked))
-    _check_answer(httpx2.Response(429, headers={"Retry-After": "5"}, request=asked))
 
 
 def test_a_hub_that_cannot_be_connected_to_is_asked_once(
@@ -255,7 +240,7 @@ def test_a_hub_that_cannot_be_connected_to_is_asked_once(
     monkeypatch.setattr(httpx2.Client, "request", unreachable)
     monkeypatch.setattr(httpx2.Client, "stream", unreachable)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with refused():
+    with refused(f"model.pretrained={SOURCE}", constants.ENDPOINT):
         find_weights(ModelConfig(pretrained=SOURCE))
     assert asked == [("HEAD", constants.ENDPOINT)]
 
@@ -263,16 +248,19 @@ def test_a_hub_that_cannot_be_connected_to_is_asked_once(
 # --- a run that goes on ---
 
 
-def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Path, hub: Hub) -> None:
+def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
-    assert trained(tmp_path, hub.url, "--out", "whole").returncode == 0
+    ask_here(monkeypatch, hub, tmp_path)
+    assert attempt(tmp_path / "whole", recipe_of()).code == 0
     for name in ("run", "lost"):
-        assert trained(tmp_path, hub.url, "--out", name, "--stop-after", "1").returncode == 75
+        assert attempt(tmp_path / name, recipe_of(), stop_after=1).code == 75
     asked = hub.asked.total()
     hub.files.clear()
     shutil.rmtree(tmp_path / "cache")
-    done = trained(tmp_path, hub.url, "--out", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = attempt(tmp_path / "run", recipe_of())
+    assert done.code == 0, done.said
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole"))
     assert one == two
     assert hub.asked.total() == asked
@@ -281,17 +269,17 @@ def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Pa
     assert facts["attempts"][1]["changed"] == []
     # One that has no checkpoint needs it still.
     shutil.rmtree(tmp_path / "lost" / "checkpoints")
-    done = trained(tmp_path, hub.url, "--out", "lost")
-    refusal(done.returncode, done.stderr, "org/name")
+    done = attempt(tmp_path / "lost", recipe_of())
+    refusal(done.code, f"{done.line}\n", "org/name")
 
 
-def test_another_file_in_its_place_is_named(tmp_path: Path, hub: Hub) -> None:
+def test_another_file_in_its_place_is_named(tmp_path: Path) -> None:
     before = hashlib.sha256(weights(tmp_path)).hexdigest()
     source = str(tmp_path / "start.safetensors")
-    assert trained(tmp_path, hub.url, "--out", "run", "--stop-after", "1", source=source).returncode == 75
+    assert attempt(tmp_path / "run", recipe_of(source), stop_after=1).code == 75
     now = hashlib.sha256(weights(tmp_path, 6)).hexdigest()
-    done = trained(tmp_path, hub.url, "--out", "run", source=source)
-    assert done.returncode == 2 and named(done.stderr, before, now)
+    done = attempt(tmp_path / "run", recipe_of(source))
+    refusal(done.code, f"{done.line}\n", before, now)
 
 
 # --- torchvision ---
@@ -362,22 +350,6 @@ def test_two_processes_that_want_it_at_once_fetch_it_once(
     web.close()
 
 
-def test_nothing_of_a_longer_try_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, name = pickled({"a": torch.arange(4)})
-    web = serve(monkeypatch, tmp_path, content, name)
-
-    def fetched(_: str, sink: Any, at_once: bool) -> None:
-        assert at_once
-        sink.write(bytes(1 << 20))
-        sink.restart()
-        sink.write(content)
-
-    monkeypatch.setattr(pretrained, "fetch", fetched)
-    found = find_weights(TINY)
-    assert found is not None and torch.equal(safetensors.torch.load_file(found.file)["a"], torch.arange(4))
-    web.close()
-
-
 def test_what_was_converted_is_checked_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,7 +361,7 @@ def test_what_was_converted_is_checked_when_it_is_read(
     whole = found.file.read_bytes()
     assert found.sha256 == hashlib.sha256(whole).hexdigest()
     found.file.write_bytes(whole[:-1] + b"?")
-    with refused():
+    with refused("torchvision:Tiny_Weights.V1", found.file):
         resolve_pretrained(recipe, None)
     found.file.unlink()
     assert resolve_pretrained(recipe, None)[1] is not None
@@ -432,12 +404,11 @@ def test_a_server_that_lacks_it_and_one_that_is_not_there(
 ) -> None:
     web = serve(monkeypatch, tmp_path, *pickled({"a": torch.zeros(2)}))
     web.files = {}
-    with refused("safetensors"):
+    with refused("model.pretrained=torchvision:Tiny_Weights.V1", "404"):
         find_weights(TINY)
     web.close()
-    with refused("trainer/weights") as raised:
+    with refused("trainer/weights"):
         find_weights(TINY)
-    assert " tries" not in str(raised.value)
 
 
 def test_the_names_and_files_are_torchvisions_own() -> None:

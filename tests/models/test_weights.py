@@ -9,10 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.helpers.refusals import refusal, refused
+from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
-from trainer.cli import main
 from trainer.config.model import ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -95,7 +94,7 @@ def test_other_floating_formats_are_converted(tmp_path: Path, dtype: torch.dtype
 
 def test_weights_of_a_run_that_diverged_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
     file = saved(tmp_path)
-    with refused():
+    with refused("model.reinit", file):
         load_initial(build_model(ModelConfig(width=8), 1, 10), file, ["*"])
     tensors = safetensors.torch.load_file(file)
     for value, dtype in (
@@ -115,16 +114,6 @@ def test_nothing_is_taken_over_in_part(tmp_path: Path) -> None:
     with pytest.raises(BadInputError):
         load_initial(model, differing(tmp_path), ["head.*"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_pickle_is_refused_with_the_remedy_and_never_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "weights.pth"
-    torch.save({"stem.weight": torch.zeros(2)}, file)
-    code = main(["train", "digits", "--set", f"model.pretrained={file}", "--out", str(tmp_path / "run")])
-    names = (str(file), "torch.load('weights.pth'", "s.save_file(d, 'weights.safetensors')")
-    refusal(code, capsys.readouterr().err, *names, folder=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 before training; the embedded recipe learns, and goes on with the same bits.
 """
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 
 from tests.helpers import preloaded
 from tests.helpers.refusals import refused
-from tests.helpers.steps import assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
@@ -35,12 +33,6 @@ def recipe(**sections: Any) -> Recipe:
     }
     data = {"global_batch_size": 32, "micro_batch_size": 16, **sections.pop("data", {})}
     return make_recipe(task="audio", audio=audio, data=data, model={"width": 8, "norm": "group"}, **sections)
-
-
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer recordings: they are made anew for each task."""
-    monkeypatch.setattr("trainer.data.builtin.dtmf.TRAIN", 512)
-    monkeypatch.setattr("trainer.data.builtin.dtmf.TEST", 64)
 
 
 def audio_task(**sections: Any) -> Audio:
@@ -122,21 +114,6 @@ def test_losses_add_up_over_micro_batches_and_padding_counts_for_nothing() -> No
     assert int(measured["accuracy"]) <= 4
 
 
-def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
-    chosen = recipe(
-        optim={"lr": 0.01, "warmup_steps": 0.1}, epochs=3, audio={"time_masks": 1, "time_mask": 3}
-    )
-    task = make_task(chosen)
-    state, losses = train_some(chosen, task, range(40))
-    assert losses[0] == pytest.approx(math.log(16), abs=0.8)
-    assert np.mean(losses[-5:]) < 0.8, losses
-    half, first = train_some(chosen, task, range(17))
-    resumed, last = train_some(chosen, task, range(17, 40), half)
-    assert first + last == losses
-    assert_same_bits(state, resumed)
-
-
 @pytest.mark.slow  # the whole recipe; a shortened one runs above
 def test_the_recipe_reads_99_of_100_keys(tmp_path: Path) -> None:
     words = ["--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
@@ -192,14 +169,3 @@ def test_a_class_without_recordings_is_named(tmp_path: Path) -> None:
 def test_features_that_cannot_be_are_refused(audio: dict[str, Any], names: str) -> None:
     with refused(names, by=ValueError):
         make_task(recipe(audio=audio))
-
-
-def test_the_embedded_tones_have_one_rate() -> None:
-    with refused("audio.sample_rate=8000 audio.seconds=0.128"):
-        make_task(recipe(audio={"sample_rate": 16000}))
-
-
-def test_the_recipe_for_speech_commands_runs_dry() -> None:
-    little = ["data.name=synthetic", "data.samples=40", "data.classes=35", "data.global_batch_size=8"]
-    metrics = dry_run("speech-commands", [*little, "data.micro_batch_size=4", "model.width=8"])
-    assert metrics["loss"] > 0 and 0 <= metrics["accuracy"] <= 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from trainer.tasks.augment import Normalization, by_policy, crop, flip, jitter, make_policy
+from trainer.tasks.augment import Normalization, by_policy, crop, jitter, make_policy
 
 
 def images(count: int = 6, channels: int = 3) -> torch.Tensor:
@@ -17,14 +17,6 @@ def images(count: int = 6, channels: int = 3) -> torch.Tensor:
 
 def numbers(count: int = 6) -> torch.Tensor:
     return torch.rand(count, 3, generator=torch.Generator().manual_seed(1))
-
-
-def test_jitter_is_each_images_own() -> None:
-    byte, random = images(), numbers()
-    whole = jitter(byte, random, 0.4)
-    assert torch.equal(whole[2:4], jitter(byte[2:4], random[2:4], 0.4))
-    assert all(not torch.equal(after, before) for after, before in zip(whole, byte, strict=True))
-    assert torch.equal(jitter(byte, torch.full((6, 3), 0.5), 0.4), byte), "in the middle nothing changes"
 
 
 def test_jitter_is_torchvisions() -> None:
@@ -41,26 +33,6 @@ def test_jitter_is_torchvisions() -> None:
         ):
             expected = change(expected, factor)
         assert (found[row].float() - expected * 255).abs().max() <= 1
-
-
-@pytest.mark.parametrize("name", ["randaugment", "trivialaugment"])
-def test_a_policy_is_drawn_by_the_micro_batches_seed_and_for_each_group(name: str) -> None:
-    policy = make_policy(name)
-    assert policy is not None
-    byte = images(32)
-
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        with torch.autocast("cpu", torch.bfloat16):
-            return by_policy(byte, policy, 4)
-
-    first = drawn(1)
-    assert first.dtype == torch.uint8
-    assert torch.equal(first, drawn(1))
-    assert not torch.equal(first, drawn(2))
-    torch.manual_seed(1)
-    assert torch.equal(first[:4], policy(byte[:4])), "the first group has the first draw, in full precision"
-    assert not torch.equal(first, policy(byte)), "and not all the same"
 
 
 @pytest.mark.parametrize(
@@ -82,15 +54,6 @@ def test_a_policy_of_each_image_is_torchvisions_to_the_bit(
     found = by_policy(byte, policy, 1)
     torch.manual_seed(3)
     assert torch.equal(found, torch.stack([torchvisions(image) for image in byte]))
-
-
-def test_half_of_the_images_are_mirrored() -> None:
-    byte, random = images().permute(0, 2, 3, 1).contiguous(), torch.tensor([[0.1], [0.9]] * 3)
-    for image in (byte, byte.float()):
-        flipped = flip(image, random)
-        assert torch.equal(flipped[0], image[0].flip(1)), "left and right"
-        assert torch.equal(flipped[1], image[1])
-        assert torch.equal(flipped, torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(2), image))
 
 
 @pytest.mark.parametrize(

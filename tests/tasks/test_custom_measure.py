@@ -103,7 +103,7 @@ def test_what_cannot_be_put_together_is_refused(name: str) -> None:
 
 def test_a_field_that_has_no_name_is_refused() -> None:
     part = {"x": np.ones((8, 2), np.float32), 3: np.ones(8)}
-    with refused("3"):
+    with refused("data field 3"):
         check(lambda _o, _f: {}, data=lambda _: (part, part))
 
 

@@ -27,7 +27,7 @@ from trainer.train.start import job as start
 LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
 WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
     ("loss", None, "loss sample"),
-    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "number"),
+    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "data 'x'"),
     ("model", lambda _: 1 / 0, "ZeroDivisionError"),
     ("loss", lambda _, m, b: m(b.fields["y"]), "RuntimeError"),
     ("data", lambda _: (LOADER, LOADER), "DataLoader loader.dataset"),
@@ -85,7 +85,7 @@ class Counter(nn.Module):
             "model.steps register_buffer",
         ),
         ("reversal", "inner.weight"),
-        ("numpy", "loss generator"),
+        ("numpy", "loss numpy's"),
     ],
 )
 def test_state_that_no_checkpoint_holds_is_refused(keep: str, message: str) -> None:
@@ -233,13 +233,16 @@ def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
     with refused("x float64 float32 .astype(np.float32"):
         check(data=doubled)
     check(data=doubled, model=lambda _: nn.Linear(2, 1).double())
+    with refused("x float64 bfloat16 loss") as error:  # which numpy doesn't have
+        check(data=doubled, model=lambda _: nn.Linear(2, 1).bfloat16())
+    assert "np.bfloat16" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("num_items", "message"),
     [
         (np.zeros(10, np.int64), "num_items 0"),
-        (np.ones(10), "number"),
+        (np.ones(10), "data 'num_items'"),
     ],
 )
 def test_units_are_counts(num_items: Any, message: str) -> None:
@@ -266,7 +269,7 @@ FILES = [
     ("class A:\n    def loss(self): ...\nclass B(A): ...\n", "A B"),
     (
         "class A:\n    def data(self):\n        return [][0]\n    model = loss = measure = data\n",
-        "3",
+        "mine.py: line 3 data IndexError",
     ),
 ]
 

@@ -2,18 +2,21 @@
 
 import http.server
 import json
-import os
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers import preloaded
 from tests.helpers.chat_folders import chat_folder
-from tests.helpers.refusals import refusal
-from tests.models.test_pretrained import Hub, manifest
+from tests.helpers.refusals import refused
+from tests.helpers.small_gpt import SMALL
+from tests.models.test_pretrained import Hub, ask_here
+from trainer.config.recipe import Recipe
+from trainer.config.tasks import LanguageConfig
+from trainer.tasks.conversations import local_path, with_commits
+from trainer.train.request import Request
+from trainer.train.start.prepare import prepare
 
 OLD, NEW = "1" * 40, "2" * 40
 TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "the cat"}]}
@@ -73,30 +76,18 @@ def hub() -> Iterator[Sets]:
     server.close()
 
 
-def trained(tmp_path: Path, url: str, path: str, *words: str) -> Any:
-    """A run on a data set of the hub at a URL, with the cache in a folder."""
-    if not (tmp_path / "chat").exists():
-        chat_folder(tmp_path / "chat")
-    recipe = {
-        "task": "language",
-        "epochs": 9,
-        "max_steps": 2,
-        "data": {
-            "name": "conversations",
-            "path": path,
-            "global_batch_size": 2,
-            "micro_batch_size": 2,
-            "eval_batch_size": 2,
-        },
-        "language": {"sequence_length": 128, "tokenizer": "chat", "layers": 1, "width": 16, "heads": 2},
-        "parallel": {"threads": 1},
-    }
-    (tmp_path / "talks.yaml").write_text(json.dumps(recipe))
-    environment = {**os.environ, "HF_ENDPOINT": url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN"):
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "trainer", "train", "talks.yaml", *words]
-    return preloaded.run(command, env=environment, cwd=tmp_path)
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, hub: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ask_here(monkeypatch, hub, tmp_path)
+    # As the client sets it by the constants when it is imported.
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.url)
+
+
+def recipe_of(path: str) -> Recipe:
+    return Recipe.model_validate(
+        {"task": "language", "epochs": 1, "data": {"name": "conversations", "path": path}}
+    )
 
 
 def files_of(hub: Sets) -> list[str]:
@@ -104,36 +95,41 @@ def files_of(hub: Sets) -> list[str]:
 
 
 def test_a_set_is_fetched_once_and_its_commit_is_kept(tmp_path: Path, hub: Sets) -> None:
-    done = trained(tmp_path, hub.url, "hub:org/talks@main:data", "--out", "run", "--stop-after", "1")
-    assert done.returncode == 75, done.stdout + done.stderr
+    begun = with_commits(recipe_of("hub:org/talks@main:data"), None)
+    assert str(begun.data.path) == f"hub:org/talks@{OLD}:data"
+    folder = local_path(begun.data.path)  # type: ignore[arg-type]
     assert files_of(hub) == ["test-00000-of-00001.jsonl", "train-00000-of-00001.jsonl"]
-    facts = manifest(tmp_path / "run")
-    assert facts["config"]["data"]["path"] == f"hub:org/talks@{OLD}:data"
+    assert (folder / "train-00000-of-00001.jsonl").read_bytes() == rows(12)
     # The branch moves on: the run doesn't, and asks for nothing; a new one does, and stays within the set.
     files = {"../outside.jsonl": rows(9), "train.jsonl": rows(5), "val.jsonl": rows(1)}
     hub.sets["org/talks", NEW], hub.commits["main"] = files, NEW
     hub.asked.clear()
-    done = trained(tmp_path, hub.url, "hub:org/talks@main:data", "--out", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    stored = begun.model_dump(mode="json")
+    resumed = with_commits(recipe_of("hub:org/talks@main:data"), stored)
+    assert resumed.data.path == begun.data.path and local_path(resumed.data.path) == folder  # type: ignore[arg-type]
     assert not hub.asked
-    assert manifest(tmp_path / "run")["fingerprint"] == facts["fingerprint"]
-    done = trained(tmp_path, hub.url, "hub:org/talks@main", "--out", "other")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert manifest(tmp_path / "other")["config"]["data"]["path"] == f"hub:org/talks@{NEW}"
+    new = with_commits(recipe_of("hub:org/talks@main"), None)
+    assert str(new.data.path) == f"hub:org/talks@{NEW}"
     assert files_of(hub) == ["train.jsonl", "val.jsonl"] and not list(tmp_path.rglob("outside.jsonl"))
     hub.close()
-    assert trained(tmp_path, hub.url, "hub:org/talks@main", "--out", "without a network").returncode == 0
-    done = trained(tmp_path, hub.url, "hub:org/talks@v2", "--out", "third")
-    refusal(done.returncode, done.stderr, "hub:org/talks@v2", hub.url, folder=tmp_path / "third")
+    assert with_commits(recipe_of("hub:org/talks@main"), None) == new, "without a network"
+    with refused("hub:org/talks@v2", hub.url):
+        with_commits(recipe_of("hub:org/talks@v2"), None)
 
 
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [
-        ("hub:org/talks@main:gone", "gone org/talks .parquet"),
-        ("hub:org/talks", "data.path hub:OWNER/NAME@REVISION"),
-    ],
-)
-def test_what_the_hub_lacks_is_one_line(tmp_path: Path, hub: Sets, path: str, names: str) -> None:
-    done = trained(tmp_path, hub.url, path, "--out", "run")
-    refusal(done.returncode, done.stderr, names, folder=tmp_path / "run")
+def test_a_run_keeps_the_commit(tmp_path: Path) -> None:
+    recipe = recipe_of("hub:org/talks@main:data")
+    recipe.language = LanguageConfig.model_validate(
+        {**SMALL, "text": "packed", "sequence_length": 160, "tokenizer": chat_folder(tmp_path / "chat")}
+    )
+    recipe.data = recipe.data.model_copy(update={"global_batch_size": 2, "micro_batch_size": 2})
+    with ExitStack() as stack:
+        prepared, _ = prepare(Request(recipe, "talks", tmp_path / "run"), 1, stack)
+    assert str(prepared.recipe.data.path) == f"hub:org/talks@{OLD}:data"
+
+
+def test_what_the_hub_lacks_is_one_line() -> None:
+    with refused("gone org/talks .parquet"):
+        with_commits(recipe_of("hub:org/talks@main:gone"), None)
+    with refused("data.path hub:OWNER/NAME@REVISION", by=ValueError):
+        recipe_of("hub:org/talks")

@@ -21,8 +21,7 @@ from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
-from trainer.config.tasks import GPTConfig, LanguageConfig
-from trainer.config.training import OptimConfig
+from trainer.config.tasks import LanguageConfig
 from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats import documents
@@ -33,8 +32,6 @@ from trainer.data.sampling.group_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
 from trainer.models.gpt import GPT, place_in_segment, rotary_table, rotate
-from trainer.optim.muon import hidden_matrices
-from trainer.optim.optimizers import parameter_groups
 from trainer.tasks.language import Language
 from trainer.train.components.task import make_plan, make_task
 from trainer.train.outputs import token_counter
@@ -87,6 +84,16 @@ def test_turned_products_depend_on_the_distance_alone(first: int, second: int, s
     assert not torch.allclose(product(0, 3), product(0, 4))
 
 
+def test_each_document_is_computed_as_if_it_stood_alone() -> None:
+    segment = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [7, 2, 2, 2, 2, 2, 2, 2]])
+    model, tokens = make_model().double(), torch.randint(20, segment.shape)
+    together = model(tokens, segment)
+    for row in range(2):
+        for number in segment[row].unique():
+            inside = segment[row] == number
+            assert torch.allclose(together[row, inside], model(tokens[row : row + 1, inside])[0], rtol=1e-10)
+
+
 def test_places_begin_anew_in_each_document() -> None:
     segment = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]])
     assert place_in_segment(segment).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
@@ -120,16 +127,6 @@ def test_the_head_is_the_embedding() -> None:
     again[..., 7].sum().backward()
     assert model.embedding.weight.grad is not None
     assert bool(model.embedding.weight.grad[7].any())
-
-
-def test_it_begins_by_knowing_nothing() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**SMALL | {"width": 64}), 200)
-    tokens = torch.randint(200, (8, 13))
-    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-    assert abs(float(loss.detach()) - math.log(200)) < 0.1
-    residual = model.get_parameter("blocks.0.mlp.out.weight").detach()
-    assert abs(float(residual.std()) - 0.02 / math.sqrt(4)) < 1e-3
 
 
 lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30)
@@ -203,7 +200,7 @@ def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
 def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = read_limits()
     monkeypatch.setattr(documents, "read_limits", lambda: replace(limits, memory_bytes=1000))
-    with refused():
+    with refused("language.text=packed"):
         packed(Text(np.array([1, 0] * 200, np.uint16), 2, 0, "toy"), 64)
 
 
@@ -409,28 +406,3 @@ def test_a_resumed_run_goes_on_counting_tokens(tmp_path: Path) -> None:
     run = build_alone(recipe, make_task(recipe))
     count = token_counter(run.plan, run.task.train_data)
     assert count is not None and seen[-1] == count(range(run.steps))
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"), [("gpt2-124m", 123.59), ("gpt-char-gpu", 10.65), ("gpt-char", 0.80)]
-)
-def test_the_published_sizes_are_the_recipes(name: str, millions: float) -> None:
-    """What nanoGPT prints: without the table of positions, and for 65 characters."""
-    config = Recipe.model_validate(read_recipe(name)).language
-    with torch.device("meta"):
-        model = GPT(config, config.vocabulary or 65)
-    assert model.positions is not None
-    count = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel()
-    assert round(count / 1e6, 2) == millions
-
-
-def test_what_decays_and_what_muon_takes() -> None:
-    model = make_model(bias=True, **GPT2)
-    decayed, others = parameter_groups(OptimConfig(weight_decay=0.1), model)
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert {p.ndim for p in others["params"]} == {1}
-    assert {p.ndim for p in decayed["params"]} == {2}
-    matrices = {id(p) for p in hidden_matrices(model)}
-    names = {name for name, p in model.named_parameters() if id(p) in matrices}
-    assert len(names) == 2 * 4, "all four of each block, the last one's too"
-    assert all(name.startswith("blocks.") for name in names)

@@ -69,9 +69,9 @@ def test_a_token_above_the_vocabulary_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "language", "names"),
     [
-        ("tokens", {"sequence_length": 99}, "99"),
+        ("tokens", {"sequence_length": 99}, "train.bin 99"),
         ("tokens", {"stride": 2}, "language.stride"),
-        ("characters", {"text": "packed"}, "packed"),
+        ("characters", {"text": "packed"}, "language.text=packed"),
         ("short", {}, "input.txt 8"),
         ("none", {}, "data.path"),
     ],

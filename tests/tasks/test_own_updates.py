@@ -329,8 +329,12 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "3.weight 4 6",
     ),
     "a closure": ({"optimizer": lambda _, m: torch.optim.LBFGS(m.parameters())}, {}, "LBFGS.step() closure"),
-    "hidden state": ({"optimizer": lambda _, m: Forgetful(m.parameters(), 0.1)}, {}, "update"),
-    "the same each time": ({"optimizer": once}, {}, "optimizer"),
+    "hidden state": (
+        {"optimizer": lambda _, m: Forgetful(m.parameters(), 0.1)},
+        {},
+        "state_dict() load_state_dict() param_groups",
+    ),
+    "the same each time": ({"optimizer": once}, {}, "mine: optimizer twice"),
     "of a metric": ({"scheduler": lambda _, o: lr_scheduler.ReduceLROnPlateau(o)}, {}, "ReduceLROnPlateau"),
     "another's scheduler": (
         {"scheduler": lambda *_: lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 1)},

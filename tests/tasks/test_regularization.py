@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.helpers.refusals import refused
-from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
@@ -19,10 +18,8 @@ from trainer.data.batch import Batch
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
+from trainer.tasks.augment import mix
 from trainer.tasks.classification import Classification
-from trainer.tasks.mixing import mix
-from trainer.train.components.task import make_task
-from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 
@@ -55,13 +52,6 @@ def test_cutmix_pastes_a_rectangle_and_counts_its_pixels() -> None:
         rows, columns = pixels.any(1), pixels.any(0)
         assert torch.equal(pixels, rows[:, None] & columns[None]), "not a rectangle"
         assert int(rows.int().diff().abs().sum()) <= 2, "not in one piece"
-
-
-def test_shares_are_beta_distributed() -> None:
-    torch.manual_seed(0)
-    share = mix(images(200_000, 1), 0.2, 0.0).fraction
-    assert share.mean() == pytest.approx(0.5, abs=0.01)
-    assert share.var() == pytest.approx(1 / (4 * (2 * 0.2 + 1)), rel=0.03)
 
 
 def test_with_both_half_of_the_images_get_either() -> None:
@@ -183,28 +173,6 @@ def test_a_branch_is_left_out_for_some_samples_and_scaled_for_the_others() -> No
         assert torch.allclose(dropped[~left_out], kept.expand_as(dropped[~left_out]), atol=1e-5)
         model.eval()
         assert torch.equal(block(x[:1]), whole)
-
-
-def test_it_is_keyed_by_the_micro_batch() -> None:
-    """Twice the same run gives the same bits, also when something else draws numbers in between."""
-    losses = []
-    for disturbed in (False, True):
-        recipe = make_recipe(
-            data={"global_batch_size": 64, "micro_batch_size": 16},
-            model={"width": 8},
-            regularization={"mixup": 0.4, "cutmix": 1.0, "stochastic_depth": 0.5},
-            max_steps=4,
-            memory={"checkpointing": "blocks" if disturbed else "none"},
-        )
-        run = build_alone(recipe, make_task(recipe))
-        batches = run.loader(run.share.batches())
-        run.replica.train()
-        for step in range(4):
-            if disturbed:
-                torch.rand(step + 1)
-            train_step(run, batches, step)
-        losses.append(float(run.state.loss))
-    assert losses[0] == losses[1]
 
 
 def test_padding_counts_for_nothing_when_mixed() -> None:

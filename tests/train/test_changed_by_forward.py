@@ -274,16 +274,6 @@ def test_a_cache_may_be_made_in_a_forward_pass() -> None:
     CustomTask(Own(lambda: Lazy("cache")), "own").check()
 
 
-def test_expanded_tensors_are_named() -> None:
-    def make() -> nn.Module:
-        model = Base()
-        model.register_buffer("wide", torch.ones(1, dtype=F64).expand(5))
-        return model
-
-    with refused("wide"):
-        CustomTask(Own(make), "own").check()
-
-
 class Counts(nn.Module):
     """Counts in evaluation mode, too."""
 

@@ -13,6 +13,7 @@ from trainer.errors import BadInputError
 DROPPED = {
     "checkpoint.folder": "put the whole run on the large disk by --out, as a link if you like",
     "data.image_bits": "images of 16 bits that use fewer are to be saved as 8 bits (numpy: image >> 4)",
+    "language.attention": "leave it out: packed documents are kept apart by a mask on every device",
     "memory.history": 'call torch.cuda.memory._record_memory_history() in a hook with ranks = "all"',
     "model.mirror": "where torchvision's files can't be fetched, copy XDG_CACHE_HOME/trainer/weights from a "
     "machine that has them, or give a safetensors file by model.pretrained",

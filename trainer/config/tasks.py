@@ -104,11 +104,6 @@ class LanguageConfig(GPTConfig):
         "(conversations)",
     )
     answer_tokens: int = Field(64, ge=1, le=4096, description="tokens of an answer at most (prompts)")
-    attention: Literal["auto", "mask"] = Field(
-        "auto",
-        description="how packed documents are kept apart: auto (on a GPU by blocks of places, with "
-        "FlexAttention, where it can; by a mask elsewhere) or mask (of sequence_length squared, by sample)",
-    )
     buckets: int = Field(
         8, ge=1, le=64, description="lengths that a batch is cut to, equally far apart (padded)"
     )

@@ -21,7 +21,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one code object; torch falls back to eager after eight of them.
 _MOST_SHAPES = 128
 _KEY = "trainer: copies stay, no random numbers by four"  # of caches of compiled code
-# Before torch 2.6 DDP's graph splitter rejects graphs with checkpointing or FlexAttention
+# Before torch 2.6 DDP's graph splitter rejects graphs with checkpointing
 # (https://github.com/pytorch/pytorch/issues/104674).
 SPLITS_ALL_GRAPHS = hasattr(torch.compiler, "set_stance")
 
@@ -111,8 +111,8 @@ def ddp_notes(world_size: int) -> list[str]:
     if SPLITS_ALL_GRAPHS or world_size == 1:
         return []
     return [
-        f"torch {torch.__version__}: DDP's optimizer of graphs is off, which refuses checkpointed blocks and "
-        "FlexAttention before 2.6: less of the communication may overlap with backward"
+        f"torch {torch.__version__}: DDP's optimizer of graphs is off, which refuses checkpointed blocks "
+        "before 2.6: less of the communication may overlap with backward"
     ]
 
 

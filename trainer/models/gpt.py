@@ -1,9 +1,7 @@
 """GPT: a decoder-only transformer, and generation of text."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -12,11 +10,6 @@ from typing_extensions import assert_never
 
 from trainer.config.tasks import GPTConfig
 from trainer.models.head_loss import head_loss
-from trainer.models.packed import attend_by_blocks, blocks_mask, pairs_mask
-from trainer.observe.oom import is_out_of_memory
-
-if TYPE_CHECKING:  # importing it takes seconds
-    from torch.nn.attention.flex_attention import BlockMask
 
 _ROTARY_BASE = 10_000.0
 _STD = 0.02  # of the weights at first (Radford et al., 2019)
@@ -30,7 +23,6 @@ class GPT(nn.Module):
     et al., 2019) with an exact GELU, as nanoGPT.
 
     Attributes:
-        by_blocks: True if packed documents are masked by FlexAttention's blocks; see `packed`.
         places: Tokens that it is called with at most; it was trained on no more.
     """
 
@@ -41,7 +33,6 @@ class GPT(nn.Module):
         super().__init__()
         self.places = config.sequence_length
         self.head_width = config.width // config.heads
-        self.by_blocks = False
         self.embedding = _embedding(vocabulary, config.width)
         self.positions = _positions(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -81,7 +72,7 @@ class GPT(nn.Module):
         mask = None
         if segment is not None:
             place = place_in_segment(segment)
-            mask = blocks_mask(segment) if self.by_blocks else pairs_mask(segment)
+            mask = pairs_mask(segment)
         hidden = self.embedding(tokens)
         if self.positions is not None:
             hidden = hidden + self.positions(place)
@@ -131,7 +122,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: "torch.Tensor | BlockMask | None"
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Maps float (n, length, width) to the same shape; see `Attention`."""
         hidden = hidden + self.attention(self.norm1(hidden), turn, mask)
@@ -151,14 +142,14 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: "torch.Tensor | BlockMask | None"
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Computes attention.
 
         Args:
             hidden: Float (n, length, width).
             turn: From `rotary_table`; None without rotary positions.
-            mask: From `pairs_mask` or `blocks_mask`; None: causal.
+            mask: From `pairs_mask`; None: causal.
 
         Returns:
             Float (n, length, width).
@@ -169,46 +160,10 @@ class Attention(nn.Module):
             qk = rotate(qk, turn)
         query, key = qk.chunk(2, 2)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        if mask is None or isinstance(mask, torch.Tensor):
-            rate = self.rate if self.training else 0.0
-            mixed = F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=mask is None)
-        else:
-            mixed = attend_by_blocks(query, key, value, mask)
+        rate = self.rate if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=mask is None)
         result: torch.Tensor = self.dropout(self.out(mixed.transpose(1, 2).reshape(n, length, width)))
         return result
-
-
-def fault_of_blocks(
-    config: GPTConfig, n: int, device: torch.device, contexts: Iterable[AbstractContextManager[object]]
-) -> str | None:
-    """Tries FlexAttention once, forward and backward, as the model calls it; returns the error, or None.
-
-    Whether the kernels' shared memory suffices depends on the GPU, a head's channels and the number format,
-    and some fail only in backward (https://github.com/pytorch/pytorch/issues/133254).
-
-    Args:
-        n: Samples of a micro-batch, so that the compiled code serves in training.
-        contexts: Autocast contexts that attention is computed in.
-    """
-    with torch.device("meta"):
-        attention = Attention(config)
-    attention.to_empty(device=device)
-    segment = torch.zeros(n, config.sequence_length, dtype=torch.int16, device=device)
-    hidden = torch.zeros(*segment.shape, config.width, device=device, requires_grad=True)
-    turn = None
-    if config.positions == "rotary":
-        turn = rotary_table(place_in_segment(segment), config.width // config.heads, torch.float32)
-    try:
-        for context in contexts:
-            with context:
-                attention(hidden, turn, blocks_mask(segment)).float().sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:
-        if is_out_of_memory(error):  # the dense mask would need more
-            raise
-        return f"FlexAttention fails here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    return None
 
 
 class MLP(nn.Module):
@@ -274,6 +229,33 @@ def rotate(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     # Not roll(): its C++ from Inductor of torch 2.9 doesn't compile for some shapes.
     swapped = torch.cat((second, first), -1)
     return torch.addcmul(exact * turn[0], swapped, turn[1]).to(heads.dtype)
+
+
+def documents(segment: torch.Tensor) -> torch.Tensor:
+    """Numbers the documents of each row from 0 on in their order; padding is the last one.
+
+    Args:
+        segment: Integers (n, length): neighbors with the same number belong to one document.
+
+    Returns:
+        int32 (n, length), nondecreasing along a row.
+    """
+    begins = F.pad(segment[:, 1:] != segment[:, :-1], (1, 0))
+    return begins.cumsum(1, dtype=torch.int32)
+
+
+def pairs_mask(segment: torch.Tensor) -> torch.Tensor:
+    """Returns the causal mask: a token attends to itself and to those before it in its document.
+
+    Args:
+        segment: As in `documents`.
+
+    Returns:
+        bool (n, 1, length, length), True where the query attends to the key.
+    """
+    document, length = documents(segment), segment.shape[1]
+    before = torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()
+    return ((document[:, None, :] == document[:, :, None]) & before)[:, None]
 
 
 def place_in_segment(segment: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainer.errors import BadInputError, first_line
-from trainer.models.gpt import TiedHead, place_in_segment
+from trainer.models.gpt import TiedHead, pairs_mask, place_in_segment
 from trainer.models.head_loss import Scaling, head_loss
 from trainer.models.hf_files import CONFIG, find_model, read_config
 from trainer.models.modes import Uninitialized
-from trainer.models.packed import pairs_mask
 
 # Their logits for documents side by side are held against those for each alone (tests/models/test_hf.py).
 FAMILIES = (
@@ -267,12 +266,6 @@ def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
         raise BadInputError(
             f"language.sequence_length={sequence_length}: {name} knows {places} places "
             "(max_position_embeddings); set it to at most that"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < 1:
-        raise BadInputError(
-            f"model.name={name}: {CONFIG} says sliding_window={window}, with which a token sees nothing; "
-            "bring back the model's own configuration"
         )
     for one in _rotary(config):
         if (kind := one.get("rope_type")) in _MOVING_ROPE:

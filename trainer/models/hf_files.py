@@ -30,7 +30,6 @@ TEXT_FILES = (
 )
 _REPOSITORY = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w-][\w./-]*)", re.ASCII)
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)  # no way out of the folder
-_MOST_SHARDS = 4096
 _OF_NO_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -192,8 +191,6 @@ def _shards(what: str, index: Path) -> list[str]:
         raise BadInputError(
             f"{what}: {index} names {odd[0]!r}, which is no safetensors file beside it; bring back the index"
         )
-    if len(names) > _MOST_SHARDS:
-        raise BadInputError(f"{what}: {index} lists {len(names)} files; {_MOST_SHARDS} are the most")
     return names
 
 

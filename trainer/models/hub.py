@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,15 +12,13 @@ from typing import Any
 
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
-from trainer.host.files import read_inside, write_whole
+from trainer.host.files import cache_folder, read_inside, write_whole
 from trainer.observe.console import say
 
 FILE = "model.safetensors"
 _CONNECT_S = 5.0  # for an answer of the hub
-_LONGEST_WAIT_S = 60  # that the hub may ask for
 # The hub's client makes a path of it.
 _ETAG = re.compile(r'(W/)?"?[\w=+-][\w.=+-]{0,127}"?', re.ASCII)
-_WAIT = re.compile(r"(?:^|t=)(\d+)")
 _OF_ROWS = (".jsonl", ".json", ".ndjson", ".parquet")
 _NO_DATA = (".md", ".gitattributes", ".gitignore", "LICENSE")
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")  # no rows
@@ -74,7 +71,7 @@ def hub_rows(what: str, repository: str, revision: str, below: str | None = None
     from huggingface_hub import HfApi, constants
 
     def kept(revision: str) -> Path:
-        return _lists() / f"{hashlib.sha256(f'{repository}@{revision}'.encode()).hexdigest()}.json"
+        return cache_folder("hub") / f"{hashlib.sha256(f'{repository}@{revision}'.encode()).hexdigest()}.json"
 
     listed = kept(revision)
     if not (_COMMIT.fullmatch(revision) and listed.exists()):
@@ -113,11 +110,6 @@ def hub_rows(what: str, repository: str, revision: str, below: str | None = None
 
 def _is_of_rows(name: str) -> bool:
     return bool(_PLAIN.fullmatch(name)) and name.endswith(_OF_ROWS) and name.rpartition("/")[2] not in _ABOUT
-
-
-def _lists() -> Path:
-    home = Path(os.environ.get("HOME") or "/", ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", "hub")
 
 
 @contextlib.contextmanager
@@ -181,7 +173,7 @@ def _downloaded(repository: str, revision: str, name: str, kind: str) -> Path:
 
 @contextlib.contextmanager
 def _answers_checked() -> Iterator[None]:
-    """Looks at what the hub answers before its client does, which makes paths of headers and waits."""
+    """Looks at what the hub answers before its client does, which makes paths of headers."""
     from huggingface_hub import get_session
 
     session = get_session()
@@ -197,7 +189,7 @@ def _check_answer(answer: Any) -> None:
     """Looks at the headers of one answer.
 
     Raises:
-        ValueError: If one leads out of the cache, asks to wait for long, or the length of a file isn't said.
+        ValueError: If one leads out of the cache.
     """
     headers = answer.headers
     for name in ("etag", "x-linked-etag"):
@@ -205,16 +197,6 @@ def _check_answer(answer: Any) -> None:
             raise ValueError(f"the header {name} it sends isn't the name of a file's content")
     if not _COMMIT.fullmatch(headers.get("x-repo-commit", "0" * 40)):
         raise ValueError("the header x-repo-commit it sends isn't a commit")
-    waits = [*_WAIT.findall(headers.get("retry-after", "")), *_WAIT.findall(headers.get("ratelimit", ""))]
-    if answer.status_code in (429, 503) and any(
-        len(wait) > 9 or int(wait) > _LONGEST_WAIT_S for wait in waits
-    ):
-        raise ValueError(f"it answers HTTP {answer.status_code} and asks to wait for long")
-    plain = "content-length" in headers and headers.get("content-encoding", "identity") == "identity"
-    asked = answer.request
-    file = asked.method == "GET" and "/api/" not in asked.url.path
-    if file and answer.status_code < 300 and not plain:
-        raise ValueError("it doesn't say how long the file is")
 
 
 def _answers() -> bool:

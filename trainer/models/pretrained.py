@@ -6,14 +6,13 @@ torchvision's files are pickles: each is verified, read once and cached as safet
 XDG_CACHE_HOME/trainer/weights, with the SHA-256 of that file beside it.
 """
 
-import hashlib
-import mmap
-import os
 import pickle
 import re
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import URLError
 
 import safetensors.torch
 import torch
@@ -22,9 +21,15 @@ from trainer.config.data import at_home
 from trainer.config.model import HUB, TORCHVISION, ModelConfig
 from trainer.config.models import HF
 from trainer.config.suggest import nearest
-from trainer.data.remote.access import DiskError, DownloadSink, NotThereError, WrongContentError, fetch
 from trainer.errors import BadInputError, first_line
-from trainer.host.files import cache_folder, locked, remove_unfinished, write_whole, written_whole
+from trainer.host.files import (
+    cache_folder,
+    hash_inside,
+    locked,
+    remove_unfinished,
+    write_whole,
+    written_whole,
+)
 from trainer.host.here import from_here
 from trainer.models.hf_files import find_model
 from trainer.models.hub import FILE, hub_file
@@ -35,7 +40,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PUBLISHED_HASH = re.compile(r"[-_]([0-9a-f]{8,})\.pth$")
 # Older versions run code from a pickle even with weights_only (CVE-2025-32434).
 _READS_PICKLES = (2, 6)
-_LARGEST = 8 << 30  # torchvision's largest has 2.5 GB
 # torchvision's files of densenets have old names, which its models rename when they load one.
 _OLD_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|conv))\.([12]\..*)")
 
@@ -107,7 +111,7 @@ def _of_torchvision(source: str, name: str) -> Weights:
                 remove_unfinished(folder, kept.stem)
                 with written_whole(kept) as beside:
                     _fetch_converted(source, url, beside)
-                    write_whole(digest, f"{_sha256(beside)}\n")  # before the weights have their name
+                    write_whole(digest, f"{hash_inside(beside)}\n")  # before the weights have their name
     return Weights(kept, source, published, digest.read_text().strip())
 
 
@@ -136,36 +140,18 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
     pickled = to.with_suffix(".pth")
     say(f"fetching {url}")
     try:
-        file = os.open(pickled, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            sink = DownloadSink(file, most=_LARGEST)
-            fetch(url, sink, at_once=True)
-            os.ftruncate(file, sink.done)  # an earlier attempt may have written more
-        finally:
-            os.close(file)
-        if not sink.sha256().startswith(published[1]):
-            raise BadInputError(
-                f"model.pretrained={source}: {url} isn't what torchvision published: its SHA-256 begins with "
-                f"{sink.sha256()[:8]}, not {published[1]}; fetch it again, or give a safetensors file"
-            )
+        torch.hub.download_url_to_file(url, str(pickled), published[1], progress=False)
         safetensors.torch.save_file(_state_in(pickled, source), to)
-    except NotThereError as error:
+    except (URLError, HTTPException, ConnectionError, TimeoutError) as error:
         raise BadInputError(
-            f"model.pretrained={source}: {url} isn't there; give a safetensors file"
+            f"model.pretrained={source} isn't in {to.parent} yet, and {url} can't be fetched "
+            f"({first_line(error)}); fetch it where there is a network, or give a safetensors file"
         ) from error
-    except BadInputError as error:
-        if str(error).startswith("model.pretrained"):
-            raise
+    except RuntimeError as error:  # another hash
         raise BadInputError(
-            f"model.pretrained={source} isn't in {to.parent} yet, and can't be fetched: {error}"
+            f"model.pretrained={source}: {url} isn't what torchvision published, by its SHA-256 "
+            f"({first_line(error)}); fetch it again, or give a safetensors file"
         ) from error
-    except WrongContentError as error:
-        raise BadInputError(
-            f"model.pretrained={source}: {url} is more than {_LARGEST >> 30} GiB, and none of torchvision's "
-            "is; give a safetensors file"
-        ) from error
-    except DiskError as error:
-        raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from error
     finally:
         pickled.unlink(missing_ok=True)
 
@@ -182,8 +168,3 @@ def _state_in(file: Path, source: str) -> dict[str, torch.Tensor]:
     if not isinstance(state, Mapping) or not all(isinstance(one, torch.Tensor) for one in state.values()):
         raise BadInputError(f"model.pretrained={source}: its file is no state_dict; give a safetensors file")
     return {_OLD_NAME.sub(r"\1\2", name): tensor.clone().contiguous() for name, tensor in state.items()}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return hashlib.sha256(data).hexdigest()

@@ -50,12 +50,7 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
     try:
         with ExitStack() as stack:
             each = [stack.enter_context(safe_open(one, framework="pt")) for one in files]
-            held = [(name, one) for one in each for name in one.keys()]  # noqa: SIM118  (no mapping)
-            at = dict(held)
-            if twice := [name for name, count in Counter(name for name, _ in held).items() if count > 1]:
-                raise BadInputError(
-                    f"model.pretrained: {file}: two of its files hold {_shown(twice)}; fetch the model again"
-                )
+            at = {name: one for one in each for name in one.keys()}  # noqa: SIM118  (no mapping)
             own = getattr(model, "named_in_files", None)
             if own is None:
                 given, note = _unwrapped(list(at), state, file)
@@ -96,11 +91,6 @@ def _unwrapped(names: Sequence[str], wanted: Collection[str], file: Path) -> tup
         BadInputError: If the file holds the model, or a tensor, with two prefixes.
     """
     given = {name.replace(_COMPILED, ""): name for name in names}
-    if len(given) < len(names):
-        raise BadInputError(
-            f"model.pretrained: {file} holds tensors with and without {_COMPILED!r}; save one of the two "
-            "alone"
-        )
     found = Counter[str]()
     for name in given:
         parts = name.split(".")
@@ -146,9 +136,7 @@ def _agreed(
     unexpected = [n for n in shapes if n not in state and kept(n) and not n.endswith(counters)]
     differing = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
     if not wanted:
-        raise BadInputError(
-            f"model.reinit={list(reinit or ())}: nothing is left to take from {file}; leave out both"
-        )
+        raise BadInputError(f"model.reinit: nothing is left to take from {file}; leave out both")
     shapes_differ = [f"{name} {list(shapes[name])} for {list(wanted[name])}" for name in differing]
     problems = [
         f"{len(names)} {what} ({_shown(names)})"

@@ -1,38 +1,28 @@
 """Code objects reduced to what they compute, and the names that they read.
 
-Left out are positions, line numbers, file names, docstrings and names of local variables. Imports only the
-standard library.
+Left out are positions, line numbers, file names, docstrings and names of local variables.
 """
 
 import ast
 import dis
 import hashlib
+import re
 import sys
-from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
-# Version of the compiler: the same source gives other instructions and constants under another one.
+# Version of the compiler and of the digests: under another one the same source has another digest.
 COMPILER = f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}" + (
     " -O" if sys.flags.optimize else ""  # without asserts
 )
-DIGITS = 16
+COMPILER += ", digests 2"
 
 # Flags that say how a function is called; the others say where it stands, or that it has a docstring.
 _CALLED = 0x04 | 0x08 | 0x20 | 0x80 | 0x100 | 0x200
 # The body of a class stores these; they hold names, lines and texts.
 _ABOUT = {"__doc__", "__module__", "__qualname__", "__firstlineno__", "__static_attributes__"}
-_IMPORTERS = {"import_module", "__import__"}
-_CONSTANTS, _NAMES = frozenset(dis.hasconst), frozenset(dis.hasname)
-_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
-_EXTENDED, _CACHE, _CACHED = dis.EXTENDED_ARG, 0, sys.version_info >= (3, 11)
-_ONE_LOCAL = ("LOAD_FAST", "STORE_FAST", "LOAD_FAST_BORROW")
-# Lowest bits of the argument that aren't part of a name's number.
-_SHIFTS = {
-    "LOAD_GLOBAL": 1 if sys.version_info >= (3, 11) else 0,
-    "LOAD_ATTR": 1 if sys.version_info >= (3, 12) else 0,
-    "LOAD_SUPER_ATTR": 2,
-}
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_NO_CODE = ("NOP", "EXTENDED_ARG")  # the first stands for a line without instructions
 
 
 class Import(NamedTuple):
@@ -59,22 +49,22 @@ class Scanned(NamedTuple):
 
 def scan(code: CodeType) -> Scanned:
     """Reduces a code object to its digest and the names that it reads."""
-    reads, imports = dict[tuple[str, ...], None](), dict[Import, None]()
-    text = _text(code, reads, imports)
-    return Scanned(digest_of(text), tuple(reads), tuple(imports))
+    scanner = _Scanner()
+    text = scanner.text(code)
+    return Scanned(digest_of(text), tuple(scanner.reads), tuple(scanner.imports))
 
 
 def digest_of(text: str) -> str:
     """Returns the SHA-256 of a text, 16 hexadecimal digits."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def digest_of_module(source: bytes) -> str:
-    """Returns the digest of a module's source: of its code, or of the bytes if it can't be compiled."""
+    """Returns the digest of a module's source: of its syntax, or of the bytes if it isn't Python."""
     try:
-        return scan(compile(source, "", "exec", dont_inherit=True)).digest
+        return digest_of(ast.dump(ast.parse(source)))
     except (SyntaxError, ValueError):
-        return hashlib.sha256(source).hexdigest()[:DIGITS]
+        return digest_of(source.decode(errors="replace"))
 
 
 def digest_of_statements(source: bytes) -> str:
@@ -86,10 +76,8 @@ def digest_of_statements(source: bytes) -> str:
         SyntaxError: If it isn't Python.
         ValueError: If it holds null bytes.
     """
-    body = [node for node in ast.parse(source).body if not _defines(node)]
-    if not body:
-        return ""
-    return scan(compile(ast.Module(body, []), "", "exec", dont_inherit=True)).digest
+    body = [ast.dump(node) for node in ast.parse(source).body if not _defines(node)]
+    return digest_of("\n".join(body)) if body else ""
 
 
 def _defines(node: ast.stmt) -> bool:
@@ -98,127 +86,76 @@ def _defines(node: ast.stmt) -> bool:
             return True
         case ast.Assign():
             return all(isinstance(target, ast.Name | ast.Tuple) for target in node.targets)
-        case ast.AnnAssign() | ast.Pass():
+        case ast.AnnAssign() | ast.Pass() | ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
             return True
         case ast.Expr():
             return isinstance(node.value, ast.Constant)
-        case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
-            return True
         case _:
             return False
 
 
-def _text(  # noqa: PLR0912  (one pass over the instructions)
-    code: CodeType, reads: dict[tuple[str, ...], None], imports: dict[Import, None]
-) -> str:
-    arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
-    found = list[Any]()
-    chain, constants = [""], [None, None]  # the global name that is read, and the last two constants
-    numbers, steps = dict[int, int](), [*_instructions(code.co_code)]  # of `found`, by offsets
-    jumps = list[tuple[int, int]]()
-    for begin, operation, number, after in steps:
-        numbers[begin] = len(found)
-        name = dis.opname[operation]
-        if operation in _CONSTANTS and number < len(code.co_consts):
-            value = code.co_consts[number]
-            constants = [constants[1], value]
-            found.append((name, _constant(value, reads, imports)))
-        elif operation in _NAMES and (at := number >> (shift := _SHIFTS.get(name, 0))) < len(code.co_names):
-            word = code.co_names[at]
-            if name.startswith("STORE_") and word in _ABOUT and found:
+class _Scanner:
+    """Collects global names and imports of code objects."""
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[str, ...], None] = {}
+        self.imports: dict[Import, None] = {}
+
+    def text(self, code: CodeType) -> str:  # noqa: PLR0912  (one pass over the instructions)
+        """Returns how a code object is called, its instructions, and what handles its exceptions."""
+        bytecode = dis.Bytecode(code)
+        arguments = code.co_argcount + code.co_kwonlyargcount + sum(bool(code.co_flags & n) for n in (4, 8))
+        local = {name: number for number, name in enumerate(code.co_varnames[:arguments])}
+        found, jumps, numbers = list[Any](), list[int](), dict[int, int]()
+        chain, constants = tuple[str, ...](), list[Any]()  # the global that is read, and constants so far
+        for one in bytecode:
+            name, value = one.opname, one.argval
+            numbers[one.offset] = len(found)
+            if name in _NO_CODE:
+                continue
+            extends = chain and name in ("LOAD_ATTR", "LOAD_METHOD")
+            if chain and not extends:
+                self.reads[chain] = None
+            chain = (*chain, value) if extends else (value,) if name in _GLOBALS else ()
+            if name.startswith("STORE_") and value in _ABOUT and found:
                 found.pop()  # the constant
-                continue
-            found.append((name, word, number & ((1 << shift) - 1)))
-            if name in ("LOAD_ATTR", "LOAD_METHOD") and chain[0]:
-                chain.append(word)
-                continue
-            _close(chain, reads)
-            if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-                chain = [word]
-            elif name == "IMPORT_NAME":
-                level, names = constants
-                imports[Import(word, level or 0, tuple(names or ()))] = None
-            continue
-        elif operation in _JUMPS:
-            far = -number if "BACKWARD" in name else number
-            jumps.append((len(found), 2 * number if operation in dis.hasjabs else after + 2 * far))
-            found.append(name.replace("_NO_INTERRUPT", ""))
-        elif name.count("_FAST") == 2 and sys.version_info >= (3, 13):
-            # Two instructions, if they stand on one line; so line breaks count as none.
-            first, second = name.split("_FAST_") if "BORROW" not in name else ("LOAD", "LOAD")
-            found += [(first, number >> 4), (second.removesuffix("_FAST"), number & 15)]
-        elif name in _ONE_LOCAL:
-            found.append((name.partition("_FAST")[0], number))
-        elif name != "NOP":  # it stands for a line without instructions
-            if name == "LOAD_SMALL_INT":
-                constants = [constants[1], number]  # type: ignore[list-item]
-            if name == "MAKE_FUNCTION" and sys.version_info < (3, 11):
-                found.pop()  # the qualified name, which says where it stands
-            found.append((name, number))
-        _close(chain, reads)
-    _close(chain, reads)
-    numbers[len(code.co_code)] = len(found)
-    for at, target in jumps:
-        found[at] = (found[at], numbers.get(target, target))
-    if _IMPORTERS & {*code.co_names}:
-        texts = (one for one in code.co_consts[1:] if isinstance(one, str) and one.strip("."))
-        imports.update(dict.fromkeys(Import(one, 0, ()) for one in texts))
-    head = (
-        code.co_flags & _CALLED,
-        (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount),
-        code.co_varnames[:arguments],
-        code.co_freevars,
-        code.co_cellvars,
-        [tuple(numbers.get(at, at) for at in places) + rest for places, rest in _handlers(code)],
-    )
-    return repr((head, found))
+            elif name == "MAKE_FUNCTION" and sys.version_info < (3, 11):
+                found[-1] = (name, one.arg)  # in place of the qualified name, which says where it stands
+            elif one.opcode in dis.hasconst:
+                constants.append(value)
+                found.append((name, self._constant(value)))
+            elif one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+                jumps.append(len(found))
+                found.append((name.replace("_NO_INTERRUPT", ""), value))
+            elif "_FAST" in name:
+                # Of two in one, if they stand on one line, each: line breaks count as none.
+                names = value if isinstance(value, tuple) else (value,)
+                places = [local.setdefault(each, len(local)) for each in names]
+                found += zip(re.findall("LOAD|STORE|DELETE", name), places, strict=False)
+            elif one.opcode in dis.hasname or one.opcode in dis.hasfree:
+                found.append((name, value))
+                if name == "IMPORT_NAME":
+                    level, names = constants[-2:]
+                    self.imports[Import(value, level or 0, tuple(names or ()))] = None
+            else:
+                found.append((name, one.arg))
+        if chain:
+            self.reads[chain] = None
+        for at in jumps:
+            found[at] = (found[at][0], numbers.get(found[at][1], len(found)))
+        handlers = [
+            (*(numbers.get(at, len(found)) for at in (one.start, one.end, one.target)), one.depth)
+            for one in getattr(bytecode, "exception_entries", ())  # Python 3.11
+        ]
+        called = (code.co_flags & _CALLED, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+        named = (code.co_varnames[:arguments], code.co_freevars, code.co_cellvars)
+        return repr((called, named, handlers, found))
 
-
-def _close(chain: list[str], reads: dict[tuple[str, ...], None]) -> None:
-    if chain[0]:
-        reads[tuple(chain)] = None
-    chain[:] = [""]
-
-
-def _instructions(raw: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Yields instructions: offset, operation, argument, and the offset that a jump counts from."""
-    more, begin = 0, None
-    for at in range(0, len(raw), 2):
-        operation, number = raw[at], raw[at + 1]
-        begin = at if begin is None else begin
-        if operation == _EXTENDED:
-            more = (more | number) << 8
-        elif operation == _CACHE and _CACHED:
-            begin = None
-        else:
-            after = at + 2
-            while _CACHED and after < len(raw) and raw[after] == _CACHE:
-                after += 2
-            yield begin, operation, number | more, after
-            more, begin = 0, None
-
-
-def _handlers(code: CodeType) -> Iterator[tuple[tuple[int, int, int], tuple[int]]]:
-    """Yields the exception table's offsets (begin, end, target), with depth; none before Python 3.11."""
-    numbers, value = list[int](), 0
-    for byte in getattr(code, "co_exceptiontable", b""):
-        value = value << 6 | byte & 63
-        if not byte & 64:
-            numbers.append(value)
-            value = 0
-    for begin, length, target, depth in zip(*[iter(numbers)] * 4, strict=True):
-        yield (2 * begin, 2 * (begin + length), 2 * target), (depth,)
-
-
-def _constant(value: object, reads: dict[tuple[str, ...], None], imports: dict[Import, None]) -> str:
-    if isinstance(value, CodeType):
-        return digest_of(_text(value, reads, imports))
-    if isinstance(value, frozenset):  # in the order of this process's hashes
-        return f"set {_sorted(_constant(one, reads, imports) for one in value)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(_constant(one, reads, imports) for one in value)})"
-    return f"{type(value).__name__} {value!r}"
-
-
-def _sorted(texts: Iterable[str]) -> str:
-    return ", ".join(sorted(texts))
+    def _constant(self, value: object) -> str:
+        if isinstance(value, CodeType):
+            return digest_of(self.text(value))
+        if isinstance(value, frozenset):  # in the order of this process's hashes
+            return f"set {', '.join(sorted(map(self._constant, value)))}"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self._constant, value))})"
+        return f"{type(value).__name__} {value!r}"

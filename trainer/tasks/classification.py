@@ -17,8 +17,7 @@ from trainer.data.sources import IMAGE, check_alike, load_images, more_images
 from trainer.errors import BadInputError
 from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
-from trainer.tasks.augment import Normalization, affine, by_policy, crop, flip, jitter, make_policy
-from trainer.tasks.mixing import mix
+from trainer.tasks.augment import Normalization, affine, by_policy, crop, flip, jitter, make_policy, mix
 from trainer.tasks.sums import classified, cross_entropy
 
 _UNIFORMS = {"none": 0, "flip": 1, "crop": 3, "affine": 5}

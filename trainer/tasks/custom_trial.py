@@ -21,13 +21,11 @@ from trainer.observe.rows import why_no_metric
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
 from trainer.tasks.bytecode import COMPILER
-from trainer.tasks.figures import describe_value
 from trainer.tasks.own_methods import OwnMethods, len_of
 from trainer.tasks.trial import (
     Read,
     Snapshot,
     beside_others,
-    expanded,
     memory_of,
     moving,
     of_halves,
@@ -36,7 +34,7 @@ from trainer.tasks.trial import (
     size_of_weights,
     snapshot,
 )
-from trainer.tasks.values import OLD_SUM, Values
+from trainer.tasks.values import OLD_SUM, Values, describe_value
 
 _TRIED = 4  # samples
 _SUMMARIZED = 32  # samples for a trial of `summarize`
@@ -114,11 +112,6 @@ def try_task(task: OwnMethods) -> dict[str, str]:
         torch.default_generator.manual_seed(0)
         model = task.model()
         weights = size_of_weights(model)
-        if name := expanded(model):
-            raise BadInputError(
-                f"{task._source}: several elements of the model's '{name}' are one number in memory (it "
-                "was expanded), which nothing can update; add .clone()"
-            )
         begin_training(model)
         _reject_shared(task, model, memory.shared(model))
         first = snapshot(model)
@@ -177,13 +170,6 @@ def _reject_new_tensors(task: OwnMethods, first: Snapshot, model: nn.Module) -> 
             f"{task._source}: a forward pass makes the model's '{name}', or takes it away, of which "
             "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
             "be registered with persistent=False"
-        )
-    if (reshaped := first.reshaped(model)) is not None:
-        name, before, now = reshaped
-        raise BadInputError(
-            f"{task._source}: a forward pass gives the model's buffer '{name}' the shape {now} in place of "
-            f"{before}: no mean over micro-batches can be made of it; do one forward pass in model(), on a "
-            "batch like those of data()"
         )
 
 
@@ -365,9 +351,9 @@ def _dtypes_explained(model: nn.Module, batch: Batch) -> Iterator[None]:
         for name, value in batch.fields.items():
             if weights and value.is_floating_point() and value.dtype != weights:
                 given, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, weights))
+                how = f"give it as .astype(np.{wanted})" if hasattr(np, wanted) else "cast it in loss"
                 raise BadInputError(
-                    f"{error}; data gave '{name}' as {given} and the model's weights are {wanted}: "
-                    f"give it as .astype(np.{wanted})"
+                    f"{error}; data gave '{name}' as {given} and the model's weights are {wanted}: {how}"
                 ) from error.__cause__
         raise
 

@@ -6,7 +6,8 @@ loss", "attribute weight", "global SCALE"), so that a difference can be named:
 
 - code: functions of the user, by `trainer.tasks.bytecode`: methods of the class and of its bases, functions
   and classes that these read by a global name, and modules of the user that they import when they are called.
-- values: attributes, closures, defaults, and globals that the code reads. Arrays by their hash.
+- values: attributes, closures, defaults, and globals that the code reads. Arrays by their hash, other objects
+  by what `pickle` would take of them.
 
 What is installed counts by name and version. What has no stable value (locks, open files) is listed as
 unknown. Places (the folder of the file, the current one, home) count as such, so that a task can move.
@@ -14,31 +15,17 @@ unknown. Places (the folder of the file, the current one, home) count as such, s
 
 import contextlib
 import copyreg
-import enum
 import functools
 import hashlib
 import importlib.metadata
 import inspect
-import io
 import os
-import random
 import sys
-import threading
-import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePath
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +44,7 @@ from trainer.tasks.bytecode import (
     digest_of_statements,
     scan,
 )
+from trainer.tasks.values import bytes_of
 
 _SHOWN = 40  # characters of a value that is stored as it is; longer ones by their hash
 _REDACTED = 4096  # characters of a text that is searched for secrets
@@ -64,18 +52,13 @@ _MOST = 200_000  # objects in one value
 _MAPPED_BYTES = 64 << 20  # of a file that is mapped: larger ones count by some of their pages
 _PAGES = 256
 _PLAIN = {bool, int, float, complex, str, type(None)}
-# What enum, abc and typing put into a class.
-_ABOUT_CLASS = {"_abc_impl", "_is_protocol", "_is_runtime_protocol", "_member_map_", "_member_names_"} | {
-    *("_value2member_map_", "_unhashable_values_", "_unhashable_values_map_", "_hashable_values_"),
-    *("_member_type_", "_value_repr_", "_new_member_", "_use_args_", "_singles_mask_", "_boundary_"),
-    *("_generate_next_value_", "_flag_mask_", "_all_bits_", "_inverted_", "_field_defaults", "_missing_"),
-}
+# What abc and typing put into a class.
+_ABOUT_CLASS = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 _ABOUT_MODULE = {"__name__", "__file__", "__doc__", "__builtins__", "__spec__", "__package__", "__loader__"}
 # Recorded with the run already (`versions` in the manifest).
 _KNOWN_VERSIONS = {"torch", "torchvision", "numpy", "PIL", "trainer"}
+_FROM_PYTHON = 1 << 9  # flag of classes that aren't static ones of C, as a generator's
 _OF_PROCESS = ("_compiled_call_impl", "_flat_weight_refs")  # attributes of torch's modules
-# Objects of this process, or ones that reading would use up.
-_UNSTABLE = (io.IOBase, threading.Thread, weakref.ref, Iterator)
 # Modules that give their name to classes which they make for others.
 _MAKERS = ("builtins", "types", "abc", "enum", "collections", "dataclasses", "typing")
 
@@ -99,7 +82,7 @@ class Identity(NamedTuple):
 def identity_of(own: object) -> Identity:
     """Returns the identity of a task's object, straight after its `__init__`."""
     walk = _Walk(own)
-    for name, value in _attributes_of(own):
+    for name, value in sorted(getattr(own, "__dict__", {}).items()):
         cached = isinstance(inspect.getattr_static(type(own), name, None), functools.cached_property)
         if name != "RECIPE" and not cached:
             walk.record(f"attribute {name}", value)
@@ -182,39 +165,26 @@ class _Walk:
     def _class(self, kind: type, label: str) -> None:
         """Walks over a class and its bases."""
         prefix, installed = f"{label}." if label else "", list[str]()
-        if not _is_installed_class(type(kind)):
-            self._label(type(kind), "class", self._path(type(kind)))
         for base in kind.__mro__:
             if _is_installed_class(base):
                 installed.append(f"{base.__module__}.{base.__qualname__}")
                 self._package(base.__module__)
                 continue
             self._statements(base.__module__)
-            for name in sorted(vars(base), key=str):
-                value = vars(base)[name]
-                dunder = name.startswith("__") and name.endswith("__")
-                if dunder and not (_is_method(value) and not _is_generated(base, value)):
-                    continue
-                if not (name in _ABOUT_CLASS or (name == "RECIPE" and not label)):
+            for name, value in sorted(vars(base).items()):
+                # Names such as __dict__ and enum's _member_map_ are Python's, but for methods.
+                theirs = name.startswith("_") and name.endswith("_") and not _is_method(value)
+                if not (theirs or name in _ABOUT_CLASS or (name == "RECIPE" and not label)):
                     self._member(f"{prefix}{name}", value)
-            fields: Mapping[str, Any] = vars(base).get("__dataclass_fields__", {})
-            for name, field in fields.items():
-                self.record(f"field {prefix}{name}", (field.default, field.default_factory, field.init))
-            if isinstance(base, enum.EnumMeta):
-                members = {name: one.value for name, one in vars(base)["_member_map_"].items()}
-                self.record(f"members of {label or base.__name__}", members)
         self.values[f"installed bases of {label or 'the class'}"] = _short(", ".join(installed))
 
     def _member(self, name: str, value: Any) -> None:
-        if isinstance(value, GetSetDescriptorType | MemberDescriptorType | enum.Enum):
-            return
-        kind, functions = "", {"": value}
+        kind, functions = type(value).__name__, {"": value}
         if isinstance(value, functools.cached_property):
             kind, functions = "property", {"": value.func}
-        if isinstance(value, staticmethod | classmethod):
-            kind, functions = type(value).__name__, {"": value.__func__}
+        elif isinstance(value, staticmethod | classmethod):
+            functions = {"": value.__func__}
         elif isinstance(value, property):
-            kind = "property"
             functions = {"": value.fget, ".setter": value.fset, ".deleter": value.fdel}
         for end, function in functions.items():
             if isinstance(function, FunctionType):
@@ -224,8 +194,7 @@ class _Walk:
                     continue
                 self._labels[id(function)] = label
                 self._function(function, label)
-                if kind:
-                    self.code[label] = f"{kind} {self.code[label]}"
+                self.code[label] = f"{kind} {self.code[label]}"
             elif function is not None:
                 self.record(self._unused(f"class attribute {name}{end}", self.values), function)
 
@@ -239,32 +208,23 @@ class _Walk:
         """Walks over a function; of an installed one, such as a decorator's, over the one that it calls."""
         module = function.__globals__.get("__name__", "")
         if _is_installed(module):
-            self.code[label] = f"{module}.{function.__code__.co_name}"
             self._package(module)
-            inner = _unwrapped(function)
-            if inner is not function:
-                outer = self.code[label]
-                if id(inner) in self._labels:
-                    self.code[label] += f" of {self._labels[id(inner)]}"
-                else:
-                    self._labels[id(inner)] = label
-                    self._function(inner, label)
-                    self.code[label] = f"{outer} of {self.code[label]}"
-            for name, value in _closure(function):
-                if value is not inner and (type(value) in _PLAIN or _holds_own(value)):
-                    self.record(f"closure {name} of {label}", value)
+            self.code[label] = f"{module}.{function.__code__.co_name}"
+            if (inner := _unwrapped(function)) is not function:
+                self.code[label] += f" of {self._label(inner, 'function', self._path(inner))}"
             return
         self._statements(module)
         scanned = scan(function.__code__)
         self.code[label] = scanned.digest
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         defaults = function.__defaults__ or ()
-        for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=True):
+        given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+        for name, value in {**given, **(function.__kwdefaults__ or {})}.items():
             self.record(f"default {name} of {label}", value)
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self.record(f"default {name} of {label}", value)
-        for name, value in _closure(function):
-            self.record(f"closure {name} of {label}", value)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not set yet
+                if name != "__class__":  # of super(), the class itself
+                    self.record(f"closure {name} of {label}", cell.cell_contents)
         for name, value in sorted(vars(function).items()):
             self.record(f"attribute {name} of {label}", value)
         for chain in scanned.reads:
@@ -302,26 +262,21 @@ class _Walk:
         if wanted.level:
             package = str(namespace.get("__package__") or "").split(".")
             module = ".".join([*package[: len(package) + 1 - wanted.level], *filter(None, [module])])
-        wholes = [one for one in (module, *(f"{module}.{n}".lstrip(".") for n in wanted.names)) if one]
-        if not wholes:
+        top = module.partition(".")[0]
+        if not top or top in sys.stdlib_module_names or top == "trainer":
             return
-        top = wholes[0].partition(".")[0]
-        folders = [*filter(None, [folder_of(name)])]
-        with contextlib.suppress(OSError):
-            folders += (
-                [] if top in sys.stdlib_module_names else [str(from_here(Path()).absolute()), *sys.path]
-            )
-        spec = None if top == "trainer" else PathFinder.find_spec(top, folders)
+        spec = PathFinder.find_spec(
+            top, [*filter(None, [folder_of(name)]), str(from_here(Path()).absolute()), *sys.path]
+        )
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
         found = next((Path(one) for one in places if one and Path(one).is_absolute()), None)
         if found is None or is_installed(str(found)):
             self._package(top)
             return
         root = found.parent if found.is_dir() or found.stem != "__init__" else found.parent.parent
-        for one in wholes:
+        for one in (module, *(f"{module}.{each}" for each in wanted.names)):
             for path, content in modules_of(root, one).items():
-                if (label := f"module {path}") not in self.code:
-                    self.code[label] = digest_of_module(content)
+                self.code.setdefault(f"module {path}", digest_of_module(content))
 
     def _statements(self, module: str) -> None:
         """Takes in what a file that was run for the task does beside its definitions."""
@@ -334,9 +289,8 @@ class _Walk:
 
     def _package(self, module: str) -> None:
         top = module.partition(".")[0]
-        if top in self._modules or top in _KNOWN_VERSIONS or top in sys.stdlib_module_names:
+        if {top, f"package {top}"} & {*_KNOWN_VERSIONS, *sys.stdlib_module_names, *self.values}:
             return
-        self._modules.add(top)
         version = getattr(sys.modules.get(top), "__version__", None)
         with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
             version = importlib.metadata.version(top)
@@ -353,12 +307,10 @@ class _Walk:
     def _token(self, value: Any) -> str:
         """Returns a short text that is equal for equal values, in any process."""
         kind = type(value)
-        if kind is str:
-            return _short(self._text(value))
+        if kind is str or isinstance(value, PurePath):
+            return _short(self._text(str(value)))
         if kind in _PLAIN or value is ... or value is NotImplemented:
             return repr(value)
-        if isinstance(value, PurePath):
-            return _short(self._text(str(value)))
         if id(value) in self._tokens:
             return self._tokens[id(value)]
         if id(value) in self._above:  # a circle
@@ -377,29 +329,37 @@ class _Walk:
 
     def _text(self, text: str) -> str:
         for place, name in self._places:
-            if text == place:
-                text = name
-            text = text.replace(place + os.sep, f"{name}/")
+            text = name if text == place else text.replace(place + os.sep, f"{name}/")
         return repr(redact_text(text) if len(text) <= _REDACTED else text)
 
-    def _made(self, value: Any, kind: type) -> str:
-        for kinds, make in _EXACT:
-            if kind in kinds:
-                return make(self, value)
-        for kinds, make in _DERIVED:
-            if isinstance(value, kinds):
-                return make(self, value)
-        if callable(value) and (name := self._callable(value, kind)):
-            return name
-        if isinstance(value, _UNSTABLE) and _is_installed(kind.__module__):
-            return self._no_token()
-        return self._object(value, kind)
-
-    def _bytes(self, value: Any) -> str:
-        return f"bytes {hashlib.sha256(value).hexdigest()}"
-
-    def _set(self, value: Any) -> str:
-        return f"{type(value).__name__} {', '.join(sorted(map(self._token, value)))}"
+    def _made(self, value: Any, kind: type) -> str:  # noqa: PLR0911  (a kind of values each)
+        if kind in (list, tuple, deque):
+            return self._sequence(value)
+        if isinstance(value, set | frozenset):
+            return f"{self._token(kind)} {', '.join(sorted(map(self._token, value)))}"
+        if kind in (dict, OrderedDict, MappingProxyType):
+            return self._mapping(value)
+        if kind in (bytes, bytearray, memoryview):
+            return f"bytes {hashlib.sha256(value).hexdigest()}"
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if isinstance(value, np.generic):
+            return f"{value.dtype} {value.item()!r}"
+        if isinstance(value, torch.Tensor):
+            return _tensor(value)
+        if isinstance(value, FunctionType | type | ModuleType):
+            return self._code_token(value)
+        if isinstance(value, CodeType):
+            return scan(value).digest
+        inner = inspect.getattr_static(value, "__wrapped__", None)
+        if isinstance(inner, FunctionType) and not isinstance(value, nn.Module):  # lru_cache
+            return f"{self._token(kind)} of {self._token(inner)}"
+        missed = self._missed
+        token = self._object(value, kind)
+        # One of an installed class with a lock or a file in it, such as a log writer, is a handle: its names
+        # and times aren't compared, either.
+        handle = self._missed > missed and _is_installed_class(kind) and not isinstance(value, nn.Module)
+        return f"{self._token(kind)} ?" if handle else token
 
     def _sequence(self, value: Any) -> str:
         name = type(value).__name__
@@ -427,115 +387,32 @@ class _Walk:
         if value.nbytes > _MAPPED_BYTES and _is_mapped(value):
             # Data, most likely: as in its fingerprint, some of it stands for all.
             value = value.reshape(-1)[np.linspace(0, value.size - 1, _PAGES, dtype=np.int64)]
-        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return f"{about} {_hash(data)}"
+        return f"{about} {_hash(np.ascontiguousarray(value).reshape(-1).view(np.uint8))}"
 
-    def _function_token(self, value: FunctionType) -> str:
-        if not _is_installed_function(value) or _has_own_code(value):
-            return self._label(value, "function", self._path(value))
-        return f"{value.__module__}.{value.__qualname__}"
-
-    def _method(self, value: MethodType) -> str:
-        return f"{self._token(value.__func__)} of {self._token(value.__self__)}"
-
-    def _builtin(self, value: BuiltinFunctionType) -> str:
-        owner = value.__self__
-        about = owner.__name__ if isinstance(owner, ModuleType) else self._token(owner)
-        return f"{value.__name__} of {about}"
-
-    def _class_token(self, value: type) -> str:
-        if not _is_installed_class(value):
-            return self._label(value, "class", self._path(value))
-        self._package(value.__module__)
-        return f"{value.__module__}.{value.__qualname__}"
-
-    def _module_token(self, value: ModuleType) -> str:
+    def _code_token(self, value: Any) -> str:
+        """Returns the label of a function, class or module of the user, the name of an installed one."""
+        if isinstance(value, FunctionType):
+            if not _is_installed_function(_unwrapped(value)):
+                return self._label(value, "function", self._path(value))
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, type):
+            if not _is_installed_class(value):
+                return self._label(value, "class", self._path(value))
+            self._package(value.__module__)
+            return f"{value.__module__}.{value.__qualname__}"
         if not _is_installed(value.__name__):
             return self._label(value, "module", _plain(value.__name__))
         self._package(value.__name__)
         return f"module {value.__name__}"
 
-    def _partial(self, value: Any) -> str:
-        parts = (type(value), value.func, value.args, value.keywords)
-        return " ".join(map(self._token, parts))
-
-    def _static(self, value: Any) -> str:
-        return f"{type(value).__name__} {self._token(value.__func__)}"
-
-    def _code(self, value: CodeType) -> str:
-        return scan(value).digest
-
-    def _member_token(self, value: enum.Enum) -> str:
-        return f"{self._token(type(value))}.{value.name} {self._token(value.value)}"
-
-    def _scalar(self, value: Any) -> str:
-        return f"{value.dtype} {value.item()!r}"
-
-    def _callable(self, value: Any, kind: type) -> str:
-        """Returns the token of a callable that wraps a function, or isn't written in Python; else ""."""
-        inner = inspect.getattr_static(value, "__wrapped__", None)
-        if isinstance(inner, FunctionType) and not isinstance(value, nn.Module):  # lru_cache
-            return f"{self._token(kind)} of {self._token(inner)}"
-        if not hasattr(value, "__dict__") and isinstance(name := getattr(value, "__qualname__", None), str):
-            return f"{getattr(value, '__module__', '')}.{name}"
-        return ""
-
-    def _torch_generator(self, value: torch.Generator) -> str:
-        return f"torch.Generator {_tensor(value.get_state())}"
-
-    def _python_generator(self, value: random.Random) -> str:
-        return f"random {digest_of(repr(value.getstate()))}"
-
-    def _tensor(self, value: torch.Tensor) -> str:
-        return _tensor(value)
-
-    def _generator(self, value: Any) -> str:
-        bits = value if isinstance(value, np.random.BitGenerator) else getattr(value, "bit_generator", None)
-        entropy = getattr(getattr(bits, "seed_seq", None), "entropy", 0)
-        if isinstance(entropy, int) and entropy >> 64:  # the system's, as nobody gave a seed
-            return self._no_token()
-        state = value.get_state() if bits is None else bits.state
-        return f"{type(value).__name__} {self._token(state)}"
-
     def _object(self, value: Any, kind: type) -> str:
-        """Returns the token of an object by its attributes.
-
-        One of an installed class with a lock or a file in it, such as a log writer, is a handle: its names
-        and times aren't compared, either.
-        """
-        missed = self._missed
-        token = self._object_token(value, kind)
-        if self._missed > missed and _is_installed_class(kind) and not isinstance(value, nn.Module):
-            return f"{self._token(kind)} ?"
-        return token
-
-    def _contained(self, value: Any) -> str:
-        """Returns the token of what a derived container or number holds, by Python's own methods; else ""."""
-        if isinstance(value, dict):
-            default = value.default_factory if isinstance(value, defaultdict) else None
-            return f"{self._mapping(dict(dict.items(value)))} {self._token(default)}"
-        for many in (list, tuple, set, frozenset):
-            if isinstance(value, many):
-                return self._token(many(many.__iter__(value)))  # type: ignore[arg-type]
-        for one in (str, bytes, int, float, complex):
-            if isinstance(value, one):
-                return one.__repr__(value)
-        return ""
-
-    def _object_token(self, value: Any, kind: type) -> str:
+        """Returns the token of an object by its class and what `pickle` would store of it."""
         about = self._token(kind)
         if isinstance(value, nn.Module):
             kept = {n: v for n, v in vars(value).items() if "_hook" not in n and n not in _OF_PROCESS}
             return f"{about} {self._mapping(kept)}"
         if callable(getattr(kind, "fingerprint", None)) and hasattr(kind, "__len__"):
             return f"{about} {value.fingerprint()}"  # a data set says which data it is
-        own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
-        pickled = own & {"__reduce__", "__reduce_ex__", "__getstate__"} or kind in copyreg.dispatch_table
-        contained = self._contained(value)
-        if contained or not pickled:
-            more = self._mapping(dict(_attributes_of(value)))
-            if contained or more != "{}" or hasattr(value, "__dict__") or "__slots__" in own:
-                return f"{about} {contained} {more}"
         try:
             reduce = copyreg.dispatch_table.get(kind)
             reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
@@ -548,58 +425,11 @@ class _Walk:
         return f"{about} {' '.join(map(self._token, parts))}"
 
 
-_Make = Callable[[_Walk, Any], str]
-_EXACT: tuple[tuple[tuple[type, ...], _Make], ...] = (
-    ((list, tuple, deque), _Walk._sequence),
-    ((set, frozenset), _Walk._set),
-    ((dict, OrderedDict, MappingProxyType), _Walk._mapping),
-    ((bytes, bytearray, memoryview), _Walk._bytes),
-)
-_DERIVED: tuple[tuple[tuple[type, ...], _Make], ...] = (
-    ((np.ndarray,), _Walk._array),
-    ((np.generic,), _Walk._scalar),
-    ((torch.Tensor,), _Walk._tensor),
-    ((FunctionType,), _Walk._function_token),
-    ((MethodType,), _Walk._method),
-    ((BuiltinFunctionType,), _Walk._builtin),
-    ((type,), _Walk._class_token),
-    ((ModuleType,), _Walk._module_token),
-    ((functools.partial,), _Walk._partial),
-    ((staticmethod, classmethod), _Walk._static),
-    ((CodeType,), _Walk._code),
-    ((enum.Enum,), _Walk._member_token),
-    ((np.random.Generator, np.random.BitGenerator, np.random.RandomState), _Walk._generator),
-    ((random.Random,), _Walk._python_generator),
-    ((torch.Generator,), _Walk._torch_generator),
-)
-
-
-def _attributes_of(thing: object) -> list[tuple[str, Any]]:
-    """Returns an object's attributes, sorted: of its `__dict__` and its slots, without properties."""
-    found = dict(getattr(thing, "__dict__", None) or {})
-    for base in (one for one in type(thing).__mro__ if "__slots__" in vars(one)):
-        for name, slot in vars(base).items():
-            if isinstance(slot, MemberDescriptorType) and name not in found:
-                with contextlib.suppress(AttributeError):
-                    found[name] = slot.__get__(thing)
-    return sorted(found.items(), key=lambda pair: str(pair[0]))
-
-
-def _closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__":  # of super(), the class itself
-            with contextlib.suppress(ValueError):  # not set yet
-                yield name, cell.cell_contents
-
-
 def _tensor(value: torch.Tensor) -> str:
     about = f"tensor {value.dtype} {tuple(value.shape)}" + " trained" * value.requires_grad
     if value.is_meta or nn.parameter.is_lazy(value):
         return f"{about} without values"
-    dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-    plain = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # A copy: numpy() would fix the size of the user's tensor for good.
-    return f"{about} {_hash(plain.clone().view(torch.uint8).numpy())}"
+    return f"{about} {_hash(bytes_of(value))}"
 
 
 def _hash(data: np.ndarray[Any, Any]) -> str:
@@ -618,15 +448,6 @@ def _is_mapped(value: Any) -> bool:
 
 def _is_method(value: object) -> bool:
     return isinstance(value, FunctionType | staticmethod | classmethod | property)
-
-
-def _is_generated(kind: type, value: object) -> bool:
-    """True for what `dataclass` makes of a class's fields, which count themselves."""
-    if not isinstance(value, FunctionType) or "__dataclass_fields__" not in vars(kind):
-        return False
-    code = _unwrapped(value).__code__
-    name = getattr(code, "co_qualname", "__create_fn__")  # Python 3.11
-    return code.co_filename == "<string>" and name.startswith("__create_fn__")
 
 
 def _places(file: str) -> list[tuple[str, str]]:
@@ -657,34 +478,18 @@ def _is_installed_function(function: Any) -> bool:
     return _is_installed(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def _has_own_code(function: FunctionType) -> bool:
-    """True for an installed function that calls one of the user's, as of a decorator."""
-    return not _is_installed_function(_unwrapped(function)) or any(
-        _holds_own(value) for _, value in _closure(function)
-    )
-
-
-def _holds_own(value: object) -> bool:
-    """True for a function of the user, and for a list or dict of such functions."""
-    if isinstance(value, FunctionType):
-        return not _is_installed_function(value)
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(one, FunctionType) and not _is_installed_function(one) for one in inside)
-
-
 def _unwrapped(function: FunctionType) -> FunctionType:
     """Returns the function of the user that an installed one stands for, by `__wrapped__`; else itself."""
-    inner, seen = function, {id(function)}
-    while _is_installed_function(inner):
-        inner = vars(inner).get("__wrapped__")  # type: ignore[assignment]
-        if not isinstance(inner, FunctionType) or id(inner) in seen:
-            return function
-        seen.add(id(inner))
-    return inner
+    inner: Any = function
+    with contextlib.suppress(ValueError):  # a circle
+        inner = inspect.unwrap(function, stop=lambda one: not _is_installed_function(one))
+    return inner if isinstance(inner, FunctionType) and not _is_installed_function(inner) else function
 
 
 def _is_installed_class(kind: type) -> bool:
     """True for a class of an installed module; False for one that it makes for the user, as `exec` does."""
+    if not kind.__flags__ & _FROM_PYTHON:
+        return True
     if not _is_installed(kind.__module__):
         return False
     made = kind.__module__ in _MAKERS and (
@@ -699,4 +504,6 @@ def _is_installed(module: str) -> bool:
     if not module or module == "__main__" or is_file(module):
         return False
     file = _file_of(module) or _file_of(top)
-    return top == "trainer" or (is_installed(file) if file else top in sys.stdlib_module_names)
+    if top == "trainer" or top.startswith("_cython"):  # which Cython says of its functions
+        return True
+    return is_installed(file) if file else top in sys.stdlib_module_names

@@ -20,9 +20,8 @@ from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.errors import BadInputError
 from trainer.observe.rows import is_name
 from trainer.optim.own import Scheduler
-from trainer.tasks.figures import describe_value, why_no_name
 from trainer.tasks.hints import of_class, of_data, of_error, of_updates
-from trainer.tasks.values import NARROW, Values, read_values
+from trainer.tasks.values import NARROW, Values, describe_value, read_values, why_no_name
 
 WANTED = {
     "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each, or "

@@ -16,7 +16,7 @@ from trainer.models.modes import begin_training
 from trainer.models.pointwise import mend_pointwise
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
-from trainer.tasks.values import Values
+from trainer.tasks.values import Values, bytes_of
 
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
@@ -294,11 +294,7 @@ def _inner(name: str, value: object, inside: set[int], depth: int) -> Iterator[t
 
 
 def _digest(value: Any) -> bytes:
-    if isinstance(value, torch.Tensor):
-        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-        plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
-        # A copy: numpy() would fix the size of the user's tensor for good, and a forward pass may resize it.
-        value = plain.clone().reshape(-1).view(torch.uint8).numpy()
+    value = bytes_of(value) if isinstance(value, torch.Tensor) else value
     data = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
     return hashlib.sha256(data).digest()
 
@@ -324,16 +320,6 @@ def _put_back(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
         for name, value in _tensors(model).items():
             if name in kept and value.shape == kept[name].shape:
                 value.copy_(kept[name])
-
-
-def expanded(model: nn.Module) -> str:
-    """Returns the name of a tensor with several elements at one address, as by expand(); "" if none."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
-            continue
-        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            return name
-    return ""
 
 
 class Memory(NamedTuple):
@@ -401,13 +387,11 @@ class Snapshot(NamedTuple):
     Attributes:
         parameters: Parameters by name, each with its version counter.
         buffers: SHA-256 of buffers, by name.
-        shapes: Shapes of buffers, by name.
         stored: Names of the tensors that a checkpoint holds.
     """
 
     parameters: dict[str, tuple[nn.Parameter, int]]
     buffers: dict[str, bytes]
-    shapes: dict[str, torch.Size]
     stored: frozenset[str]
 
     def changed(self, model: nn.Module) -> list[str]:
@@ -422,14 +406,6 @@ class Snapshot(NamedTuple):
         ]
         return moved + [name for name, digest in self.buffers.items() if now.buffers.get(name) != digest]
 
-    def reshaped(self, model: nn.Module) -> tuple[str, list[int], list[int]] | None:
-        """Returns a buffer whose shape has changed, its shape before and its shape now; or None."""
-        now = snapshot(model).shapes
-        for name, shape in self.shapes.items():
-            if name in now and now[name] != shape:
-                return name, list(shape), list(now[name])
-        return None
-
     def added_or_removed(self, model: nn.Module) -> str:
         """Returns the name of a tensor that a checkpoint would hold only now, or only before; "" if none."""
         return min(self.stored ^ snapshot(model).stored, default="")
@@ -438,7 +414,5 @@ class Snapshot(NamedTuple):
 def snapshot(model: nn.Module) -> Snapshot:
     """Returns the model's state now."""
     parameters = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
-    real = {n: buffer for n, buffer in model.named_buffers() if not nn.parameter.is_lazy(buffer)}
-    buffers = {name: _digest(buffer) for name, buffer in real.items()}
-    shapes = {name: buffer.shape for name, buffer in real.items()}
-    return Snapshot(parameters, buffers, shapes, frozenset({**_tensors(model), **parameters}))
+    buffers = {n: _digest(one) for n, one in model.named_buffers() if not nn.parameter.is_lazy(one)}
+    return Snapshot(parameters, buffers, frozenset({**_tensors(model), **parameters}))

@@ -1,4 +1,7 @@
-"""What `loss` and `measure` of a custom task give: a value for each sample, and what of it counts."""
+"""Results of `loss` and `measure`: values for each sample and what of them counts; their faults in words.
+
+Those of a built-in task's `measure` are sums, numbers or tensors (), or rows for each sample, tensors (n, …).
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer.tasks.figures import describe_value
+from trainer.observe.rows import why_no_metric
 
 NARROW = 4  # bytes of a float: a sum is made in no less
 OLD_SUM = (
@@ -115,3 +118,43 @@ def means(values: Mapping[str, Any], *names: str) -> dict[str, float]:
         pair = Values(*one) if isinstance(one, tuple) else Values(one.double(), torch.ones_like(one))
         found[name] = float(Values(pair.values.double(), pair.counts).total() / pair.number())
     return found
+
+
+def as_tensor(value: Any) -> Any:
+    """Converts a number to a float64 tensor (); returns any other value unchanged."""
+    is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
+    return torch.as_tensor(value, dtype=torch.float64) if is_number else value
+
+
+def why_unfit(name: object, value: Any, samples: int) -> str:
+    """Returns the fault of a result measured on so many samples; "" if it has none."""
+    has_rows = isinstance(value, torch.Tensor) and value.ndim > 0
+    if why := why_no_name(name, has_rows):
+        return f"{name!r:.80}, which {why}"
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return f"'{name}' as {describe_value(value)}"
+    if not has_rows:
+        return f"'{name}' as {describe_value(value)}" if value.is_complex() else ""
+    return f"'{name}' as {describe_value(value)} for {samples} samples" if len(value) != samples else ""
+
+
+def why_no_name(name: object, rows: bool) -> str:
+    """Returns why a name can't be a figure's, or that of rows, which may have any text; "" if it can."""
+    return "" if rows and isinstance(name, str) else why_no_metric(name)
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Returns the bytes of a tensor of any layout, uint8 (n,), a copy."""
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    plain = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A copy: numpy() would fix the size of the user's tensor for good, and a forward pass may resize it.
+    return plain.clone().view(torch.uint8).numpy()
+
+
+def describe_value(value: Any) -> str:
+    """Describes a value by its type, a tensor by layout, shape and dtype, for messages."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        return f"a {layout}tensor of shape {tuple(value.shape)} and dtype {dtype}"
+    return "nothing" if value is None else f"a {type(value).__name__}"

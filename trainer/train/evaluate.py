@@ -23,7 +23,7 @@ from trainer.observe.console import warn
 from trainer.observe.phases import enter_phase
 from trainer.observe.rows import why_no_metric
 from trainer.tasks import Summarizing, Task
-from trainer.tasks.figures import as_tensor, describe_value, why_unfit
+from trainer.tasks.values import as_tensor, describe_value, why_unfit
 from trainer.train.state import Run
 
 _COUNTS = "\0counts"  # after a figure's name: the table of what it counts

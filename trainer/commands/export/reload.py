@@ -97,7 +97,7 @@ def _by_library(folder: Path) -> Callable[..., Any]:
     import transformers
 
     from trainer.host import strict_json
-    from trainer.models.packed import documents
+    from trainer.models.gpt import documents
 
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     opens = transformers.AutoModelForCausalLM.from_pretrained

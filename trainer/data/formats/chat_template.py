@@ -46,11 +46,9 @@ def compiled(folder: Path, sources: Mapping[str, str]) -> tuple[dict[str, "Templ
 
 def _environment() -> Any:
     from jinja2 import TemplateError, nodes
-    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
 
     class Generation(Extension):
         """The block {% generation %}, by which templates mark what an assistant writes."""
@@ -68,25 +66,6 @@ def _environment() -> Any:
         def _marked(caller: Any) -> str:
             return f"{_MARKS[0]}{caller()}{_MARKS[1]}"
 
-    def check(names: Any) -> None:
-        if odd := next((name for name in names if str(name).startswith("_")), None):
-            raise SecurityError(f"the name {odd!r} begins with an underscore")
-
-    class Names(Namespace):
-        """A template's own variables, but for what Python keeps in names with underscores."""
-
-        def __init__(*args: Any, **names: Any) -> None:
-            given = dict(*args[1:], **names)
-            check(given)
-            Namespace.__init__(args[0], given)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            check([name])
-            Namespace.__setitem__(self, name, value)
-
-    def plain(*args: Any, **keys: Any) -> dict[Any, Any]:
-        return dict(*args, **keys)
-
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
@@ -98,8 +77,6 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(
-        namespace=Names,
-        dict=plain,
         raise_exception=raise_exception,
         strftime_now=datetime.fromisoformat(TODAY).strftime,
     )

@@ -26,7 +26,6 @@ _LINES = (".jsonl", ".json", ".ndjson")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)
 _TENTH = 10
 _ROWS = 64  # of Parquet that are read at once
-_MOST_BYTES = 4 << 30  # that a group of such rows may inflate to
 _Row = tuple[str, Mapping[str, Any] | RowError]  # where it stands, and its keys
 
 
@@ -204,24 +203,12 @@ def _parquet(file: Path, read: Collection[str | None]) -> Iterator[_Row]:
     pyarrow, number = import_pyarrow(file), 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            facts = table.metadata
-            groups = [facts.row_group(group) for group in range(facts.num_row_groups)]
-            if max((group.total_byte_size for group in groups), default=0) > _MOST_BYTES:
-                raise BadInputError(
-                    f"{file}: a group of its rows takes more than {_MOST_BYTES >> 30} GiB; write smaller ones"
-                )
             unread = {name: ... for name in table.schema_arrow.names if name not in read}
             columns = [name for name in table.schema_arrow.names if name in read]
             for batch in table.iter_batches(_ROWS, columns=columns, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}: row {number}", {**_dense(row), **unread}
-            if number != facts.num_rows:
-                raise BadInputError(
-                    f"{file}: holds {number:,} rows, and says {facts.num_rows:,}; write it again"
-                )
-    except MemoryError as error:
-        raise BadInputError(f"{file}: row {number + 1}: doesn't fit into the memory") from error
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         raise BadInputError(f"{file}: not a readable Parquet file ({first_line(error)})") from error
 

@@ -1,12 +1,10 @@
 """Tokenization of text files to a token file, in bounded memory; each file is a document."""
 
-import contextlib
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +14,7 @@ from trainer.data.formats.tokens import TokenFile, about_path
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError, reading, writing
 from trainer.host import strict_json
-from trainer.host.files import rename, sync_folder
+from trainer.host.files import remove_unfinished, written_whole
 from trainer.observe.console import progress_bar
 
 _Advance = Callable[[int], object]
@@ -61,10 +59,13 @@ def tokenize(
     read, written, size, unknown = hashlib.sha256(), hashlib.sha256(), 0, 0
     with writing(str(target), "give another place"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The JSON file is removed first and written last: a token file without it is refused, with a wrong
-        # one it would be misread.
-        with _replacing(about) as beside, _replacing(target, about) as file:
-            with progress_bar(f"tokenizing {source}", sum(map(size_of, files))) as advance:
+        for path in (target, about):
+            remove_unfinished(path.parent, path.stem)  # of a killed process
+        with written_whole(about) as beside, written_whole(target) as made:
+            with (
+                made.open("wb") as file,
+                progress_bar(f"tokenizing {source}", sum(map(size_of, files))) as advance,
+            ):
                 documents = ((path, _chunks(path, source, read, advance)) for path in files)
                 for part in encoded(documents, encoder, dtype):
                     written.update(part)
@@ -83,9 +84,9 @@ def tokenize(
                 source=f"{len(files)} files {read.hexdigest()[:16]}",
                 sha256=written.hexdigest(),
             )
-            beside.write(strict_json.dump(facts.model_dump()) + b"\n")
-            beside.flush()
-        sync_folder(target.parent)
+            beside.write_bytes(strict_json.dump(facts.model_dump()) + b"\n")
+            # Removed first and written last: a token file without it is refused, with a wrong one misread.
+            about.unlink(missing_ok=True)
     return facts
 
 
@@ -136,34 +137,3 @@ def _chunks(file: Path, source: Path, read: Any, advance: _Advance) -> Iterator[
                 yield chunk
     name = os.fsencode(file.relative_to(source))
     read.update(b"%d %s" % (len(name), name) + content.digest())
-
-
-@contextlib.contextmanager
-def _replacing(target: Path, gone: Path | None = None) -> Iterator[BinaryIO]:
-    """Yields a new file that replaces the target at the end; locked against other processes.
-
-    Args:
-        target: File to be replaced or created.
-        gone: File that is removed just before.
-    """
-    path = target.with_name(f"{target.name}.partial")
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with os.fdopen(number, "wb") as file:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            own = path.exists() and os.path.samestat(path.stat(), os.fstat(number))
-        except BlockingIOError:
-            own = False
-        if not own:
-            raise BadInputError(f"{target}: another process is writing it; wait for that one")
-        try:
-            file.truncate()  # from a killed process
-            yield file
-            file.flush()
-            os.fsync(number)
-            if gone is not None:
-                gone.unlink(missing_ok=True)
-            rename(path, target)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from trainer.data.formats.turns import Counted, counted, learned
 from trainer.data.left_out import LeftOut, by_suffix, one, tally
 from trainer.errors import BadInputError
 from trainer.host import strict_json
-from trainer.host.files import written_whole
+from trainer.host.files import cache_folder, written_whole
 from trainer.observe.console import say
 
 _LAYOUT = 7  # of the cache: raised where the same rows become other tokens, or other notes
@@ -126,7 +125,8 @@ def tokenized(
         BadInputError: If more rows can't be meant, or none is left; names file and row.
     """
     made_from = [_LAYOUT, split.sha256(), chat.sha256, learn, length, each, budget]
-    file = _cache() / f"{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()}.safetensors"
+    name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+    file = cache_folder("conversations") / f"{name}.safetensors"
     if (kept := _kept(file)) is not None:
         tokens, begins, counts, left_out, notes = kept
     else:
@@ -272,11 +272,6 @@ def _with_ends(found: Counted, chat: Chat) -> Counted:
     if chat.eos is not None and ids[-1] != chat.eos:
         ids, counts = np.append(ids, chat.eos), np.append(counts, True)
     return Counted(ids, counts, straddling, 0)
-
-
-def _cache() -> Path:
-    home = Path(os.environ.get("HOME") or "/", ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", "conversations")
 
 
 def _kept(file: Path) -> _Parts | None:

@@ -1,7 +1,6 @@
 """Preparation of a model for training: initial weights, precision, activation checkpointing, compilation."""
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +24,8 @@ from trainer.models.compiling import (
     uncompiled,
 )
 from trainer.models.finetune import adapted, fine_tune, hold_frozen
-from trainer.models.gpt import GPT, fault_of_blocks
 from trainer.models.modes import begin_training
 from trainer.models.nonfinite import FirstNonFinite
-from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
 from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
@@ -124,8 +121,6 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     if recipe.parallel.sync_batchnorm and world.group is not None:
         notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
-    if isinstance(model, GPT) and recipe.language.text == "packed":  # after what counts operations
-        model.by_blocks = _can_attend_by_blocks(recipe, world, notes, kept)
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
     if compiled and recipe.compile.scope == "blocks":
         compile_blocks(blocks(model).values(), recipe.compile, device)
@@ -136,7 +131,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         if compiled and recipe.compile.scope == "model"
         else model
     )
-    if (compiled or getattr(model, "by_blocks", False)) and recipe.parallel.strategy == "ddp":
+    if compiled and recipe.parallel.strategy == "ddp":
         notes += ddp_notes(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
@@ -236,32 +231,6 @@ def _missing_somewhere(missing: str | None, world: World) -> str | None:
     """Returns this rank's fault, or that of the first rank with one: all decide alike; collective."""
     words = words_of_ranks(missing or "", world)
     return missing or next((f"rank {rank}: {word}" for rank, word in enumerate(words) if word), None)
-
-
-def _can_attend_by_blocks(recipe: Recipe, world: World, notes: list[str], kept: Iterable[str] = ()) -> bool:
-    """True if every rank can use FlexAttention, which is tried, and should; otherwise all attend with a mask.
-
-    Args:
-        recipe: The configuration.
-        world: The ranks.
-        notes: Lines for the user; one is added.
-        kept: Names of modules that compute in float32, whatever the precision.
-    """
-    if recipe.language.attention == "mask" or world.device.type == "cpu":
-        return False
-    missing = missing_for_blocks(recipe.language, world.device)
-    if missing is None:
-        prepare_cache()
-        contexts = [autocast(recipe.precision, world.device)]
-        if any(name.startswith("blocks") for name in kept):
-            contexts.append(nullcontext())
-        missing = fault_of_blocks(recipe.language, recipe.data.micro_batch_size, world.device, contexts)
-    if missing := _missing_somewhere(missing, world):
-        length = recipe.language.sequence_length
-        notes.append(f"packed text: attends with a mask of {length} x {length} for each sample: {missing}")
-        return False
-    notes.append("packed text: attends by blocks (FlexAttention), compiled and tried at the start")
-    return True
 
 
 def _can_compile(recipe: Recipe, world: World, notes: list[str]) -> bool:
