@@ -16,14 +16,14 @@ from tests.helpers.refusals import named, refused
 from tests.helpers.report_runs import alone, manifest, write_run
 from tests.helpers.rows import read_rows
 from trainer.cli import main
-from trainer.observe.charts.lines import line
 from trainer.observe.rows import FILES
 from trainer.observe.text import (
     share,
 )
 from trainer.runs.manifest import FORMAT
 from trainer.runs.report import figures, page as page_of, write
-from trainer.runs.report.phases import PHASES_EXPLAINED
+from trainer.runs.report.charts import line
+from trainer.runs.report.figures import PHASES_EXPLAINED
 from trainer.runs.report.read import read_recorded_run
 from trainer.runs.report.write import leave_report, write_report
 
@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_that_a_run_says_is_there(run: Path) -> None:
     html, parsed = _report(run)
-    for section in ("What was run", "Curves", "Time", "Throughput", "Memory", "Machine", "Findings", "Cost"):
+    for section in ("What was run", "Curves", "Time", "Throughput", "Memory", "Machine", "Findings"):
         assert f"<h2>{section}</h2>" in html
     for chart in ("Loss", "Accuracy", "Learning rate", "Device memory", "CPUs", "Disk", "GPU power"):
         assert f"<b>{chart}</b>" in html

@@ -20,9 +20,9 @@ from trainer.errors import EXIT_DONE, BadInputError, writing
 from trainer.host.files import check_replaceable, write_whole
 from trainer.host.latest import EVALUATION, MANIFEST
 from trainer.launch.launcher import launch
-from trainer.observe.charts.confusion import MOST_DRAWN, confusion_chart
 from trainer.observe.console import warn
 from trainer.observe.text import table, without_controls
+from trainer.runs.report.charts import MOST_CLASSES, confusion_chart
 from trainer.tasks.coco_results import check_results, write_results
 from trainer.train.components.task import device_kind
 from trainer.train.start.local_ranks import plan_local_ranks
@@ -60,8 +60,8 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
         raise BadInputError(
             f"--plot: task={opened.recipe.task} has no confusion matrix, nor have images of several classes"
         )
-    if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_DRAWN:
-        raise BadInputError(f"--plot: at most {MOST_DRAWN} classes can be drawn; --json has the matrix")
+    if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_CLASSES:
+        raise BadInputError(f"--plot: at most {MOST_CLASSES} classes can be drawn; --json has the matrix")
     check_results(options.coco, opened.task)
     local = plan_local_ranks(opened.recipe, options.gpus, options.nproc_per_node)
     if local.ranks == 1:
@@ -133,7 +133,7 @@ def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
             print(f"confusion matrix: {options.plot}")
 
 
-_MOST_CLASSES = 40  # in a table; the JSON has all of them
+_IN_TABLE = 40  # in a table; the JSON has all of them
 
 
 def evaluation_json(result: dict[str, Any]) -> str:
@@ -166,12 +166,12 @@ def evaluation_lines(result: dict[str, Any]) -> Iterator[str]:
                     *(_figure(row[name]) for name in ("precision", "recall", "f1")),
                     row["confused_with"] or "",
                 )
-                for row in rows[:_MOST_CLASSES]
+                for row in rows[:_IN_TABLE]
             ],
             left=(0, 5),
         )
-        if len(rows) > _MOST_CLASSES:
-            yield f"{len(rows) - _MOST_CLASSES} more classes: --json has all of them"
+        if len(rows) > _IN_TABLE:
+            yield f"{len(rows) - _IN_TABLE} more classes: --json has all of them"
 
 
 def per_class(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> list[dict[str, Any]]:

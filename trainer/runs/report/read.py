@@ -12,16 +12,16 @@ from trainer.config.redact import redact
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import lines_inside, oddity
-from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES, length_of, span_of
 from trainer.runs.folder import checkpoints_of, is_abandoned, read_json
 from trainer.runs.manifest import read_facts
+from trainer.runs.report.thin import Point, ThinnedRows
 
 _POINTS = 400
 _LINE = 1 << 20  # most bytes of a record; longer lines are malformed
 _LATEST = 10**15  # steps
-_TEXTS = 100  # number of first and of last verdicts and anomalies that are kept
+_TEXTS = 200  # verdicts and anomalies that are kept, the newest
 _OF_SETS = 96  # most figures of further evaluation sets
 _FIGURES = 12  # most figures that this module doesn't know, such as a task's own metrics
 
@@ -35,7 +35,8 @@ KNOWN = {
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
 OF_LOSSES = ("loss/", "watched/")  # of a task's own
 REPLACED = "replaced/"  # in a summary, before the name of a data set
-_NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
+# Of a record, and of no interest as a curve.
+_NO_FIGURE = {"kind", "step", "epoch", "updates", "seconds", "tokens_seen", "slow_rank", "slow_phase"}
 
 
 class SavedCheckpoint(NamedTuple):
@@ -49,27 +50,21 @@ class SavedCheckpoint(NamedTuple):
 
 
 @dataclass
-class FirstAndLast:
-    """First and last entries of a list that may be long, and its length.
+class Newest:
+    """Newest entries of a list that may be long.
 
     Attributes:
-        first: The first entries.
-        last: The last entries.
-        count: Number of all entries.
+        items: The entries.
+        left_out: Number of those before them.
     """
 
-    first: list[dict[str, Any]] = field(default_factory=list)
-    last: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_TEXTS))
-    count: int = 0
+    items: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_TEXTS))
+    left_out: int = 0
 
     def add(self, item: dict[str, Any]) -> None:
         """Appends an entry."""
-        self.count += 1
-        (self.first if len(self.first) < _TEXTS else self.last).append(item)
-
-    def all(self) -> list[dict[str, Any]]:
-        """Returns the kept entries, in order."""
-        return [*self.first, *self.last]
+        self.left_out += len(self.items) == _TEXTS
+        self.items.append(item)
 
 
 @dataclass
@@ -101,12 +96,9 @@ class RecordedRun:
         manifest: The manifest, without secrets.
         train: Records of kind "train", thinned.
         evaluation: Records of kind "eval", thinned.
-        epoch_start: Records of kind "memory" at the start of an epoch, thinned.
-        epoch_end: Records of kind "memory" at the end of an epoch, thinned.
         hook: Records of kind "hook", thinned.
         answers: Answers to prompts at the first evaluation and at the last one.
         pictures: Pictures of hooks, by name: step of the last one, and its path in the run folder.
-        freed: Records of kind "memory" after evaluations that released memory, thinned.
         end: The last record of kind "end", or {}.
         verdicts: Records of kind "verdict" except the final one.
         verdict: The final verdict, or None.
@@ -123,18 +115,15 @@ class RecordedRun:
     manifest: dict[str, Any]
     train: list[Point] = field(default_factory=list)
     evaluation: list[Point] = field(default_factory=list)
-    epoch_start: list[Point] = field(default_factory=list)
-    epoch_end: list[Point] = field(default_factory=list)
-    freed: list[Point] = field(default_factory=list)
     hook: list[Point] = field(default_factory=list)
     pictures: dict[str, tuple[int, str]] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
-    verdicts: FirstAndLast = field(default_factory=FirstAndLast)
+    verdicts: Newest = field(default_factory=Newest)
     verdict: dict[str, Any] | None = None
     slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
-    anomalies: FirstAndLast = field(default_factory=FirstAndLast)
+    anomalies: Newest = field(default_factory=Newest)
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     rows: int = 0
     unreadable: int = 0
@@ -165,9 +154,6 @@ def _read_rows(run: RecordedRun) -> None:
     rows = {
         "train": ThinnedRows(_POINTS, _known(KNOWN), span_of, length_of),
         "eval": ThinnedRows(_POINTS, _known(set(), "eval/")),
-        "memory start": ThinnedRows(_POINTS, _known(set())),
-        "memory end": ThinnedRows(_POINTS, _known(set())),
-        "memory evaluation": ThinnedRows(_POINTS, _known(set())),
         "hook": ThinnedRows(_POINTS, _known(set(), "")),
     }
     for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
@@ -178,8 +164,6 @@ def _read_rows(run: RecordedRun) -> None:
             continue
         run.rows += 1
         kind = str(row.get("kind"))
-        if kind == "memory":
-            kind = f"memory {row.get('at')}"
         if kind == "train":
             _tally(run, step, row)
         if kind == "hook":
@@ -199,8 +183,6 @@ def _read_rows(run: RecordedRun) -> None:
         elif kind == "end":
             run.end = row
     run.train, run.evaluation = rows["train"].points(), rows["eval"].points()
-    run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
-    run.freed = rows["memory evaluation"].points()
     run.hook = rows["hook"].points()
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from operator import mul
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeGuard
 
-_Row = Mapping[str, Any]
+_LARGEST = 1e200  # beyond this no figure of a training is one
+_NAMES, _LETTERS = 1000, 100  # more or longer names of figures are made up
 
-# Beyond this no figure of a training is one.
-_LARGEST = 1e200
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """True if a JSON value is a number that can be displayed."""
+    return type(value) in (int, float) and -_LARGEST < value < _LARGEST
 
 
 class Cell(NamedTuple):
@@ -52,7 +55,7 @@ class ThinnedRows:
         most: int,
         wanted: Callable[[str], bool],
         span_of: Callable[[str], str] = lambda _: "",
-        length_of: Callable[[str, _Row, int], float] = lambda *_: 1.0,
+        length_of: Callable[[str, Mapping[str, Any], int], float] = lambda *_: 1.0,
     ) -> None:
         """Starts empty.
 
@@ -66,48 +69,37 @@ class ThinnedRows:
         self._span_of, self._length_of = span_of, length_of
         self._keep: dict[str, bool] = {}
         self._points: list[Point] = []
-        self._block: list[tuple[int, int, _Row]] = []
+        self._block: list[tuple[int, int, Mapping[str, Any]]] = []
         self._stride, self._before = 1, 0
 
-    def add(self, step: int, row: _Row) -> None:
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
         """Adds a record; values that aren't numbers are ignored."""
         self._block.append((step, step - self._before, row))
         self._before = step
-        if len(self._block) < self._stride:
-            return
-        self._flush()
-        if len(self._points) >= 2 * self._most:
-            self._points = _halved(self._points)
-            self._stride *= 2
+        if len(self._block) == self._stride:
+            self._flush()
+            if len(self._points) >= 2 * self._most:
+                self._points = _halved(self._points)
+                self._stride *= 2
 
     def _flush(self) -> None:
-        columns: dict[str, list[Any]] = {}
-        for _, _, row in self._block:
-            for name, value in row.items():
-                if name in columns:
-                    columns[name].append(value)
-                else:
-                    columns[name] = [value]
-        keep = self._keep
-        for name in columns.keys() - keep.keys():
-            if len(keep) > 1000 or len(name) > 100:  # somebody makes up names
-                columns.pop(name)
-                continue
-            keep[name] = self._wanted(name)
-        lengths = dict[str, list[float]]()
+        lengths = {"": [1.0] * len(self._block)}
         cells = dict[str, Cell]()
-        for name, values in columns.items():
-            if not keep[name]:
+        for name in dict.fromkeys(name for _, _, row in self._block for name in row):
+            if name not in self._keep and len(self._keep) <= _NAMES and len(name) <= _LETTERS:
+                self._keep[name] = self._wanted(name)
+            if not self._keep.get(name):
                 continue
-            weights, span = None, self._span_of(name)
-            if span and span not in lengths:
+            if (span := self._span_of(name)) not in lengths:
                 lengths[span] = [self._length_of(span, row, steps) for _, steps, row in self._block]
-            if span:
-                weights = [
-                    each for each, (_, _, row) in zip(lengths[span], self._block, strict=True) if name in row
-                ]
-            if cell := _cell(values, weights):
-                cells[name] = cell
+            rows = [row.get(name, "") for _, _, row in self._block]
+            weights = [one for one, value in zip(lengths[span], rows, strict=True) if is_number(value)]
+            values = [float(value) for value in rows if is_number(value)]
+            if values:
+                weighted = sum(value * one for value, one in zip(values, weights, strict=True))
+                cells[name] = Cell(min(values), max(values), sum(values), len(values), weighted, sum(weights))
+            elif any(value is None or type(value) in (float, int) for value in rows):
+                cells[name] = Cell(0.0, 0.0, 0.0, 0, 0.0, 0.0)
         self._points.append(Point(max(step for step, *_ in self._block), len(self._block), cells))
         self._block = []
 
@@ -116,24 +108,6 @@ class ThinnedRows:
         if self._block:
             self._flush()
         return sorted(self._points, key=lambda point: point.step)
-
-
-def _cell(values: list[Any], weights: list[float] | None) -> Cell | None:
-    """Joins those values that are numbers; None if there is neither a number nor null among them."""
-    numbers = [value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST]
-    if not numbers:
-        odd = any(value is None or type(value) in (float, int) for value in values)
-        return Cell(0.0, 0.0, 0.0, 0, 0.0, 0.0) if odd else None
-    total = float(sum(numbers))
-    weighted, weight = total, float(len(numbers))
-    if weights is not None:
-        if len(numbers) < len(values):
-            odd_ones = [
-                type(value) not in (float, int) or not -_LARGEST < value < _LARGEST for value in values
-            ]
-            weights = [length for length, odd in zip(weights, odd_ones, strict=True) if not odd]
-        weighted, weight = float(sum(map(mul, numbers, weights))), sum(weights)
-    return Cell(float(min(numbers)), float(max(numbers)), total, len(numbers), weighted, weight)
 
 
 def joined(cells: Iterable[Cell]) -> Cell | None:
@@ -145,14 +119,8 @@ def joined(cells: Iterable[Cell]) -> Cell | None:
 def _sum(one: Cell, other: Cell) -> Cell:
     if not one.rows or not other.rows:
         return one if one.rows else other
-    return Cell(
-        min(one.low, other.low),
-        max(one.high, other.high),
-        one.total + other.total,
-        one.rows + other.rows,
-        one.weighted + other.weighted,
-        one.weight + other.weight,
-    )
+    sums = (mine + theirs for mine, theirs in zip(one[2:], other[2:], strict=True))
+    return Cell(min(one.low, other.low), max(one.high, other.high), *sums)  # type: ignore[arg-type]
 
 
 def thinned(points: list[Point], most: int) -> list[Point]:
@@ -164,12 +132,12 @@ def thinned(points: list[Point], most: int) -> list[Point]:
 
 
 def _halved(points: list[Point]) -> list[Point]:
-    pairs = zip(points[::2], points[1::2], strict=False)
-    merged = [_merged(one, other) for one, other in pairs]
-    return merged + points[2 * len(merged) :]
+    return [_merged(one, other) for one, other in zip_longest(points[::2], points[1::2])]
 
 
-def _merged(one: Point, other: Point) -> Point:
+def _merged(one: Point, other: Point | None) -> Point:
+    if other is None:
+        return one
     cells = dict(one.cells)
     for name, cell in other.cells.items():
         cells[name] = _sum(cells[name], cell) if name in cells else cell
