@@ -176,7 +176,7 @@ _WEIGHTS: dict[str, Any] = {
 }  # of classes, by kind
 
 _FORMATS = {
-    "images": ["safetensors", "onnx", "torch-export", "torchscript"],
+    "images": ["safetensors", "onnx", "torch-export", "torch-export"],
     "language": ["safetensors", "torch-export"],
     "conversations": ["safetensors", "transformers", "peft"],
     "spoiled": ["safetensors", "onnx"],

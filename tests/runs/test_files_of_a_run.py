@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refused
 from trainer import cli
-from trainer.commands.verify.contradictions import contradictions
 from trainer.commands.verify.recorded import read_recorded
+from trainer.commands.verify.verify import altered_files
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.errors import BadInputError
 from trainer.host.files import (
@@ -363,7 +363,7 @@ def _commands(run: Path, name: str) -> dict[str, Callable[[], object]]:
     some: dict[str, Callable[[], object]] = {
         "report": lambda: cli.main(["report", str(run), "--out", str(run.parent / "report.html")]),
         "runs": lambda: cli.main(["runs", str(run)]),
-        "verify": lambda: contradictions(read_recorded(run)),
+        "verify": lambda: list(altered_files(read_recorded(run))),
         "anomalies": lambda: read_anomalies(run),
         "rows": lambda: list(read_rows(run)),
     }
@@ -408,7 +408,7 @@ def test_a_run_folder_that_is_a_link_is_taken_and_read(tmp_path: Path, written: 
     assert ended.code == 0, ended
     assert (tmp_path / "scratch" / "report.html").is_file()
     assert not [*run.glob(".tmp-*")] and checkpoints_of(run).is_dir()
-    export = ["export", str(run), "--to", "safetensors", "--streamed", "--out", str(tmp_path / "x")]
+    export = ["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "x")]
     for words in (["runs", str(run)], export):
         assert cli.main(words) == 0
     assert json.loads((tmp_path / "x" / "model.json").read_text())["weights"] == "ema.safetensors"

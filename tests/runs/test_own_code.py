@@ -70,7 +70,6 @@ COMMANDS = {
     "evaluate": ["evaluate", "RUN"],
     "predict": ["predict", "RUN"],
     "export": ["export", "RUN", "--to", "safetensors"],
-    "export, streamed": ["export", "RUN", "--to", "safetensors", "--streamed"],
     "verify": ["verify", "RUN"],
     "resume": ["train", "max_steps=4", "--resume", "RUN"],
     "init from": ["train", "--init-from", "RUN", "--out", "new"],
