@@ -176,7 +176,7 @@ def test_compiled_dropout_is_recomputed_alike(backend: str, monkeypatch: pytest.
 
 def test_without_a_compiler_a_line_says_so_and_it_trains_eagerly(tmp_path: Path) -> None:
     """Through the command line, with a PATH that holds no compiler."""
-    settings = ["compile.mode=default", "max_steps=3", "epochs=1", "parallel.threads=1", "log.to=[csv]"]
+    settings = ["compile.mode=default", "max_steps=3", "epochs=1", "parallel.threads=1", "log.to=[]"]
     words = [word for setting in settings for word in ("--set", setting)]
     done = preloaded.run(
         [sys.executable, "-m", "trainer", "train", "digits", "--out", tmp_path / "run", *words],

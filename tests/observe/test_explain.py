@@ -149,13 +149,3 @@ def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:
     verdict = diagnose(metrics, FACTS)
     assert verdict.cause == "data-cpu"
     assert "2.4 x" in verdict.text
-
-
-def test_memory_that_grows_with_each_step_is_told() -> None:
-    told: list[Any] = []
-    advisor = Advisor(dataclasses.replace(FACTS, memory_bytes=float(8 << 30)), None, told.append)
-    for step in range(1, 101):
-        advisor({**row(step), "memory/rss_bytes": float((1 << 30) + (step << 20))})
-    advisor.conclude(100, row(100))
-    (leak,) = [one for one in told if one["cause"] == "leak"]
-    assert "1.00 MiB" in leak["text"]

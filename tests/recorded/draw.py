@@ -60,7 +60,7 @@ _ANY: dict[str, list[Any]] = {
     "parallel.sync_batchnorm": [False, True],
     "anomaly.nonfinite": ["stop", "skip", "off"],
     "log.every": [1, 1, 2, 5],
-    "log.to": [["jsonl"], ["jsonl", "csv"], ["jsonl", "tensorboard"]],
+    "log.to": [["jsonl"], ["jsonl"], ["jsonl", "tensorboard"]],
     "checkpoint.every": [0, 1, 3, 4],
     "checkpoint.minutes": [0],
     "checkpoint.keep": [1, 3],

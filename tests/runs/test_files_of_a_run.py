@@ -32,7 +32,7 @@ from trainer.host.files import (
     written_whole,
 )
 from trainer.launch.nodes import LOGS
-from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
+from trainer.observe.sinks import jsonl_sink, keep_rows, tensorboard_sink
 from trainer.runs.folder import check_inside, checkpoints_of, claim_folder, lock, read_rows
 from trainer.train.anomaly import read_anomalies
 
@@ -123,7 +123,6 @@ OPENS = {
     "written_whole": Opens(_whole, takes=LEADS),
     "own_folder": Opens(own_folder, "profile", [folder]),
     "jsonl_sink": Opens(lambda path: jsonl_sink(path.parent), "metrics.jsonl"),
-    "csv_sink": Opens(lambda path: csv_sink(path.parent)[0](ROW), "train.csv"),
     "tensorboard_sink": Opens(tensorboard_sink, "tensorboard", [folder]),
     "Quarantine": Opens(lambda path: Quarantine("training", 9, path).add([Bad(3, "x.png", "cut off")])),
     "keep_rows": Opens(lambda path: keep_rows(path, 1), takes=[hard_link]),
@@ -246,7 +245,7 @@ def test_a_new_run_writes_nothing_outside_of_the_folder_it_is_given(
 # --- whole runs and commands, with something else in the place of every name ---
 
 
-TALKATIVE = small(log={"every": 2, "to": ["jsonl", "csv", "tensorboard"]})  # writes all that it can
+TALKATIVE = small(log={"every": 2, "to": ["jsonl", "tensorboard"]})  # writes all that it can
 
 
 @pytest.fixture(scope="module")

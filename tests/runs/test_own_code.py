@@ -147,7 +147,7 @@ def test_what_counts_as_code() -> None:
     def of(**more: object) -> dict[str, object]:
         return own_code(Recipe.model_validate({"epochs": 1, **more}))
 
-    assert of() == of(log={"to": ["jsonl", "csv"]}) == {}
+    assert of() == of(log={"to": ["jsonl", "tensorboard"]}) == {}
     assert of(task="a/b.py:C") == {"task": "a/b.py:C"}
     assert of(log={"to": ["os:system"]}) == {"log.to": ["os:system"]}  # an installed module, too
     assert of(hooks={"use": ["mine:Hook"]}) == {"hooks.use": ["mine:Hook"]}
