@@ -14,9 +14,6 @@ EXAMPLE = str(Path(trainer.__file__).parent / "tasks" / "example.py")
 REFUSED = [
     ("check EXAMPLE --only plane", "plane"),
     ("check EXAMPLE --set optim.name=adem", "optim.name"),
-    ("check", "--self-test"),
-    ("check digits --self-test", "--self-test"),
-    ("check --self-test --only rate", "rate"),
     ("data show digits", "task=classification"),
     ("data show gpt-stdlib --samples 0", "--samples"),
     ("doctor digitz", "digitz digits"),

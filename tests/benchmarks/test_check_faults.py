@@ -1,12 +1,10 @@
-"""`trainer check --self-test`: known faults are seen; without one nothing differs."""
-
-import json
+"""Promise: `trainer check` sees known faults; without one nothing differs."""
 
 import pytest
 
-from trainer.cli import main
-from trainer.commands.check.faults import BY_NAME, FAULTS
-from trainer.commands.check.self_test import self_test
+from benchmarks.__main__ import main
+from benchmarks.check_faults.bench import self_test
+from benchmarks.check_faults.faults import BY_NAME, FAULTS
 from trainer.commands.check.variants import NAMES, VARIANTS
 
 ELSEWHERE = {variant.name for variant in VARIANTS if variant.where != "here"}
@@ -29,12 +27,11 @@ def test_a_fault_that_is_not_seen_is_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blind = BY_NAME["rate-late"]._replace(seen_by=("order",))
-    monkeypatch.setattr("trainer.commands.check.self_test.FAULTS", (blind,))
-    assert main(["check", "--self-test", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [(one["fault"], one["seen"]) for one in told["faults"]] == [("", True), ("rate-late", False)]
+    monkeypatch.setattr("benchmarks.check_faults.bench.FAULTS", (blind,))
+    assert main(["faults"]) == 1
+    assert "1 of 2 as they must be" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_all_faults_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--self-test"]) == 0, capsys.readouterr().out
+    assert main(["faults"]) == 0, capsys.readouterr().out

@@ -41,25 +41,25 @@ from trainer.train.reduction import AllReduce, GivenCount, Gradients, ItemCount,
 from trainer.train.state import Run
 from trainer.train.step import ValuesOf
 
-_KNOWN = Path(__file__).parent / "known"
+_TASKS = Path(__file__).with_name("tasks.py")
 _SMALL = ("data.global_batch_size=8", "data.micro_batch_size=8")
-# Tasks by name: file in known/ or recipe, and settings beside its own.
+# Tasks by name: class in tasks.py or recipe, and settings beside its own.
 KNOWN_TASKS = MappingProxyType(
     {
-        "simple": ("simple.py", ()),
-        "ragged": ("ragged.py", ()),
-        "weighted": ("unnormed.py", ("optim.name=sgd", "data.last_batch=weighted")),
-        "averaged": ("simple.py", ("ema.decay=0.2",)),
-        "averaged-each-2": ("simple.py", ("ema.decay=0.2", "ema.every=2")),
-        "dropped": ("unnormed.py", ("data.last_batch=drop",)),
+        "simple": ("Simple", ()),
+        "ragged": ("Ragged", ()),
+        "weighted": ("Unnormed", ("optim.name=sgd", "data.last_batch=weighted")),
+        "averaged": ("Simple", ("ema.decay=0.2",)),
+        "averaged-each-2": ("Simple", ("ema.decay=0.2", "ema.every=2")),
+        "dropped": ("Unnormed", ("data.last_batch=drop",)),
         "layers": (
-            "simple.py",
+            "Simple",
             ("optim.layer_decay=0.5", "optim.schedule=one-cycle", "optim.warmup_steps=0.4"),
         ),
-        "muon": ("simple.py", ("optim.name=muon", "optim.schedule=wsd", "optim.decay=0.6")),
-        "milestones": ("simple.py", ("optim.schedule=step", "optim.milestones=[0.5, 1]")),
-        "several": ("several.py", ()),
-        "own": ("own.py", ()),
+        "muon": ("Simple", ("optim.name=muon", "optim.schedule=wsd", "optim.decay=0.6")),
+        "milestones": ("Simple", ("optim.schedule=step", "optim.milestones=[0.5, 1]")),
+        "several": ("Several", ()),
+        "own": ("Own", ()),
         "jitter": ("digits", ("data.jitter=0.2",)),
         "drawn": ("digits", ("data.class_weights={3: 5}",)),
     }
@@ -99,9 +99,9 @@ class Fault(NamedTuple):
 
 
 def task_of(name: str) -> Recipe:
-    """Returns the recipe of one of the tasks, with its file."""
-    file, settings = KNOWN_TASKS[name]
-    return load_recipe(str(_KNOWN / file) if file.endswith(".py") else file, [*_SMALL, *settings])
+    """Returns the recipe of one of the tasks."""
+    task, settings = KNOWN_TASKS[name]
+    return load_recipe(f"{_TASKS}:{task}" if task[0].isupper() else task, [*_SMALL, *settings])
 
 
 def _instead(wrong: Callable[..., Any]) -> Change:

@@ -1,14 +1,26 @@
-"""`trainer check --self-test`: does the check see the faults of `faults`?"""
+"""Does `trainer check` see the faults of `faults`?
 
+As a module it is a process that the check starts, with a fault in it.
+"""
+
+import argparse
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from benchmarks.check_faults.faults import BY_NAME, FAULTS, KNOWN_TASKS, task_of
+from trainer.commands.check import rank
+from trainer.commands.check.check import deterministic
 from trainer.commands.check.exchange import launched
-from trainer.commands.check.faults import FAULTS, KNOWN_TASKS, task_of
 from trainer.commands.check.training import Subject, open_subject
 from trainer.commands.check.variants import BAD, VariantLaunch, VariantRow
 from trainer.commands.check.verdicts import check_all
+from trainer.config.suggest import nearest
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.launch.worker import Worker
+
+_MODULE = "benchmarks.check_faults.bench"
 
 
 @dataclass(frozen=True)
@@ -56,9 +68,45 @@ def self_test(tell: Callable[[str], object], only: Collection[str] = ()) -> Iter
 
 
 def _rows(subject: Subject, names: tuple[str, ...], fault: str) -> tuple[VariantRow, ...]:
-    launches: dict[str, VariantLaunch | str] = {"ranks": launched(2, fault), "fresh": launched(1, fault)}
+    there = {"module": _MODULE, "more": {"fault": fault}} if fault else {}
+    launches: dict[str, VariantLaunch | str] = {
+        "ranks": launched(2, **there),
+        "fresh": launched(1, **there),
+    }
     return tuple(check_all(subject, names, launches, lambda _: None))
 
 
 def _bad(rows: tuple[VariantRow, ...]) -> bool:
     return any(row.verdict in BAD for row in rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="FAULT", help="put in only this fault (repeatable)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints a line for each fault; returns 1 if one isn't seen, or a task without a fault differs."""
+    for one in options.only:
+        if one not in BY_NAME:
+            raise BadInputError(f"--only {one}: no such fault{nearest(one, BY_NAME)}")
+    found = list[SeenFault]()
+    with deterministic(str):
+        for one in self_test(str, options.only):
+            found.append(one)
+            by = ", ".join(row.name for row in one.rows if row.verdict in BAD)
+            clean = "clean" if one.seen else "FALSE ALARM"
+            result = (f"seen by {by}" if by else "MISSED") if one.fault else clean
+            print(f"  {one.fault or '-':<26} {result:<24} {one.what}", flush=True)
+    missed = [one for one in found if not one.seen]
+    print(f"  {len(found) - len(missed)} of {len(found)} as they must be")
+    return EXIT_FAILED if missed else EXIT_DONE
+
+
+if __name__ == "__main__":
+    with Worker(sys.argv[1]) as worker:
+        worker.code = rank.main(worker.request, BY_NAME[worker.request["fault"]].put_in())
+    sys.exit(worker.exit_code)
