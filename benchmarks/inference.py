@@ -16,6 +16,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
+from benchmarks.conditions import conditions
 from benchmarks.options import picked
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.latest import run_path
@@ -32,7 +33,6 @@ from trainer.models.export_formats import (
     relative_error,
     write_onnx,
 )
-from trainer.observe.conditions import conditions
 from trainer.runs.flags import add_settings, add_task
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples

@@ -71,7 +71,7 @@ def bench_targets(dry_run: bool, rows: Sequence[Target], out: Path) -> int:
     if not torch.cuda.is_available():
         print("not measured: no GPU")
         return EXIT_NOT_MEASURED
-    from trainer.observe.conditions import conditions
+    from benchmarks.conditions import conditions
 
     # By card: figures of two are never compared.
     folder = (out / torch.cuda.get_device_name().replace(" ", "-")).absolute()

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.conditions import conditions
 from tests.slowdown import bases, gpu, record
 from tests.slowdown.cases import FIRST, Case
 from tests.slowdown.healthy import HEALTHY
 from tests.slowdown.held_out import HELD_OUT
 from tests.slowdown.page import Result, page
 from tests.slowdown.run import execute
-from trainer.observe.conditions import conditions
 
 WORK = Path(tempfile.gettempdir(), "trainer-slowdowns")
 # CPUs' worth of time that others may use before a run says nothing about what was put into it.

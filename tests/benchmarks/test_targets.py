@@ -38,7 +38,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr("trainer.observe.conditions.conditions", lambda: "a machine")
+    monkeypatch.setattr("benchmarks.conditions.conditions", lambda: "a machine")
     monkeypatch.setattr(targets_run, "_done", take)
     monkeypatch.setattr("benchmarks.targets_run.time.monotonic", lambda: minutes[0])
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

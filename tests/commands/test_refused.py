@@ -72,7 +72,6 @@ REFUSED = [
     ("job slurm digits --account a\nb", "--account"),
     ("job slurm digits --account a\x1b[2J", "--account"),
     ("job slurm digits --nnodes 2", "--nnodes --nodes"),
-    ("job slurm digits --data x", "--data --volume"),
 ]
 
 

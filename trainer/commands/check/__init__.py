@@ -3,7 +3,6 @@
 - `plain`, `formulas`: the reference, to be read: a loop of its own that imports nothing of what it checks
 - `order`: three epochs of the samples' order
 - `happened`: what must have happened in a variant, so that it says something
-- `reasons`, `alike`: why several micro-batches differ from one, by experiments
 - `compare`: the first tensor that differs by more than rounding, and after which step
 - `training`: the same steps by the trainer; few samples, in float64
 - `variants`: what is changed, one thing at a time
