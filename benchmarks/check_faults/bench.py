@@ -20,7 +20,7 @@ from trainer.config.suggest import nearest
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.launch.worker import Worker
 
-_MODULE = "benchmarks.check_faults.bench"
+_MODULE, _CLEAN = "benchmarks.check_faults.bench", "trainer.commands.check.rank"
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ def self_test(tell: Callable[[str], object], only: Collection[str] = ()) -> Iter
 
 
 def _rows(subject: Subject, names: tuple[str, ...], fault: str) -> tuple[VariantRow, ...]:
-    there = {"module": _MODULE, "more": {"fault": fault}} if fault else {}
+    module, more = (_MODULE, {"fault": fault}) if fault else (_CLEAN, {})
     launches: dict[str, VariantLaunch | str] = {
-        "ranks": launched(2, **there),
-        "fresh": launched(1, **there),
+        "ranks": launched(2, module, more),
+        "fresh": launched(1, module, more),
     }
     return tuple(check_all(subject, names, launches, lambda _: None))
 

@@ -240,7 +240,8 @@ def _measured(folder: Path) -> tuple[str, float | None, int]:
     """Returns the first metric of the evaluations other than the loss, its best value, and the last step."""
     from trainer.observe.rows import OWN
     from trainer.runs.folder import read_rows
-    from trainer.runs.report.figures import is_number, more_is_better
+    from trainer.runs.report.figures import more_is_better
+    from trainer.runs.report.thin import is_number
 
     metric, best, step = "", None, 0
     for row in read_rows(folder, "eval"):
