@@ -81,7 +81,7 @@ oracles: ## compare language models with transformers, TRL and peft, and train S
 
 slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m tests.slowdowns --out build/verdicts.md $(ARGS)
+	$(VENV)/bin/python -m benchmarks slowdowns --out build/verdicts.md $(ARGS)
 
 schema = $(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor
 lint: ## check style, types, what imports what, spelling, shell files, the Dockerfile and .github

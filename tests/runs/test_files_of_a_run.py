@@ -407,7 +407,4 @@ def test_a_run_folder_that_is_a_link_is_taken_and_read(tmp_path: Path, written: 
     assert ended.code == 0, ended
     assert (tmp_path / "scratch" / "report.html").is_file()
     assert not [*run.glob(".tmp-*")] and checkpoints_of(run).is_dir()
-    export = ["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "x")]
-    for words in (["runs", str(run)], export):
-        assert cli.main(words) == 0
-    assert json.loads((tmp_path / "x" / "model.json").read_text())["weights"] == "ema.safetensors"
+    assert cli.main(["runs", str(run)]) == 0

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tests.slowdown.cases import Case
-from tests.slowdown.held_out import HELD_OUT
-from tests.slowdown.record import Record
+from benchmarks.slowdowns.cases import Case
+from benchmarks.slowdowns.held_out import HELD_OUT
+from benchmarks.slowdowns.record import Record
 
 # Promise P6 (issue 8).
 _LEAST_NAMED = 48 / 50
@@ -14,12 +14,12 @@ _LEAST_HEALTHY = 20
 
 _HEAD = """# Slowed on purpose: does the run say what slows it?
 
-`make slowdowns` (`python -m tests.slowdowns`): trainings are slowed in known ways, most of them from outside
-the trainer: signals, control groups, a slow network, slow system calls (LD_PRELOAD), servers that answer
-late, other processes. Each case is a run of the real command line, `trainer train`, a few seconds long. What
-counts is the last verdict that the run itself writes; its cause must be the one that was put in. `share` is
-what the verdict says that it costs. A run in which other processes of the machine used over 0.3 CPUs says
-nothing about what was put into it: it is done again, whatever it said.
+`make slowdowns` (`python -m benchmarks slowdowns`): trainings are slowed in known ways, most of them from
+outside the trainer: signals, control groups, a slow network, slow system calls (LD_PRELOAD), servers that
+answer late, other processes. Each case is a run of the real command line, `trainer train`, a few seconds
+long. What counts is the last verdict that the run itself writes; its cause must be the one that was put in.
+`share` is what the verdict says that it costs. A run in which other processes of the machine used over 0.3
+CPUs says nothing about what was put into it: it is done again, whatever it said.
 
 The rules were frozen at commit 7f60266; the cases marked † were written after that.
 """
@@ -101,7 +101,7 @@ def page(results: Sequence[Result], replayed: Sequence[Record], conditions: str)
         *_matrix(results),
         "\n## Made-up timings of a machine with a GPU\n",
         "No GPU was at hand: these are no measurements. Figures as such a machine would give them, written",
-        "by hand (`tests/slowdown/gpu.py`) and given to the rules.\n",
+        "by hand (`benchmarks/slowdowns/gpu.py`) and given to the rules.\n",
         "| case | cause | named | share |",
         "|---|---|---|---|",
         *(_replayed(record, verdict.cause, verdict.share) for record, verdict in again),

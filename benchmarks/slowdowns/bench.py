@@ -1,4 +1,4 @@
-"""`python -m tests.slowdowns`: trainings are slowed in known ways, and must say themselves what slows them.
+"""Trainings are slowed in known ways, and must say themselves what slows them.
 
 Each case is a run of the real command line (`trainer train …`) with something slow put around it. What counts
 is its last verdict. Needs Linux, gcc, and for control groups and network namespaces root.
@@ -12,17 +12,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.conditions import conditions
-from tests.slowdown import bases, gpu, record
-from tests.slowdown.cases import FIRST, Case
-from tests.slowdown.healthy import HEALTHY
-from tests.slowdown.held_out import HELD_OUT
-from tests.slowdown.page import Result, page
-from tests.slowdown.run import execute
+from benchmarks.slowdowns import bases, gpu, record
+from benchmarks.slowdowns.cases import FIRST, Case
+from benchmarks.slowdowns.healthy import HEALTHY
+from benchmarks.slowdowns.held_out import HELD_OUT
+from benchmarks.slowdowns.page import Result, page
+from benchmarks.slowdowns.run import execute
 
 WORK = Path(tempfile.gettempdir(), "trainer-slowdowns")
 # CPUs' worth of time that others may use before a run says nothing about what was put into it.
@@ -80,9 +79,8 @@ def run_case(case: Case, work: Path, patience: float = 60.0, attempts: int = 3) 
     return Result(case, kept, "".join(end))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs cases, prints each, writes the page; 1 if too few were named or a healthy run got a verdict."""
-    parser = argparse.ArgumentParser(prog="python -m tests.slowdowns", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     parser.add_argument("--only", action="append", help="cases whose name has this in it; '': none")
     parser.add_argument("--out", type=Path, help="page of results")
     parser.add_argument("--work", type=Path, default=WORK, help=f"folder for data and runs (default: {WORK})")
@@ -92,7 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
     parser.add_argument("--attempts", type=int, default=3, help="how often to run a disturbed case")
-    options = parser.parse_args(arguments)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs cases, prints each, writes the page; 1 if too few were named or a healthy run got a verdict."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and take everything away
     bases.prepare(options.work)
     undisturbed = {
@@ -129,7 +131,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         options.out.write_text(text)
     return 0 if passed or options.only else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.slowdowns.run import Injection, Run
 from tests.helpers.remote import S3, Web, files_below
-from tests.slowdown.run import Injection, Run
 
 _HERE = Path(__file__).parent
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tests.slowdown.run import Ending
+from benchmarks.slowdowns.run import Ending
 from trainer.config.data import is_url
 from trainer.config.training import CheckpointConfig, EvaluationConfig
 from trainer.observe.diagnosis import Facts, Verdict, diagnose, fewer_checkpoints, fewer_evaluations, merge
 
-FOLDER = Path(__file__).parents[1] / "verdicts"
+FOLDER = Path(__file__).parents[2] / "tests" / "verdicts"
 _NOT_PLACES = ("epoch", "lr", "updates", "loss", "grad_norm", "kind", "step", "loss_scale")
 
 

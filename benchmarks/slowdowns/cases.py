@@ -5,7 +5,7 @@ These were written before the rules of `trainer.observe.diagnosis` were frozen; 
 
 from typing import NamedTuple
 
-from tests.slowdown.injections import (
+from benchmarks.slowdowns.injections import (
     burners,
     inside,
     pulses,
@@ -14,7 +14,7 @@ from tests.slowdown.injections import (
     slow_calls,
     slow_network,
 )
-from tests.slowdown.run import Injection
+from benchmarks.slowdowns.run import Injection
 
 
 class Case(NamedTuple):

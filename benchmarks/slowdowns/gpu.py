@@ -7,7 +7,7 @@ do. Shares of the wall, written down for a wall of 100 s.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tests.slowdown.record import Record
+from benchmarks.slowdowns.record import Record
 from trainer.observe.diagnosis import Facts
 
 _FACTS = Facts(

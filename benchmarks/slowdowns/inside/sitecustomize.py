@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH by `tests.slowdowns`: slows a training from inside, as its user's own code would.
+"""Put on PYTHONPATH by `benchmarks.slowdowns`: slows a training from inside, as its user's own code would.
 
 SLOW_INSIDE says how, as JSON: name of a function of `users_code` and its arguments.
 """

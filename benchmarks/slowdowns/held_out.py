@@ -3,8 +3,8 @@
 Other magnitudes, other recipes, and other ways to put a cause there than in `cases`.
 """
 
-from tests.slowdown.cases import Case
-from tests.slowdown.injections import (
+from benchmarks.slowdowns.cases import Case
+from benchmarks.slowdowns.injections import (
     burners,
     inside,
     quota,

@@ -1,6 +1,6 @@
 """Runs in which nothing is slow: recipes, sizes, workers, ranks. None of them must get a verdict."""
 
-from tests.slowdown.cases import Case
+from benchmarks.slowdowns.cases import Case
 
 _PAIR = "data.micro_batch_size=16"
 
