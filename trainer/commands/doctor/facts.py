@@ -102,8 +102,6 @@ class Software:
     twice: tuple[str, ...] = ()  # distributions installed in several versions
     torch: str = ""  # torch's version, from its files; "" without torch
     cuda: str = ""  # the CUDA that torch is built for; "" for none
-    # exact versions that torch requires, by canonical name
-    wanted: Mapping[str, str] = field(default_factory=dict)
     lock: str = ""  # SHA-256 of the lock that this environment was installed from; "" if unknown
     changing: bool = False  # whether an installer was interrupted
     shadowed: tuple[str, ...] = ()  # packages that come before the installed ones, with their folder
