@@ -247,18 +247,3 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
         tell(f"{label}: {done * 100 // total} %")
 
     yield advance
-
-
-@contextlib.contextmanager
-def staged() -> Iterator[Callable[[str], object]]:
-    """Yields a function that takes the name of each phase as it begins: draws a clock, or prints a line."""
-    if not sys.stderr.isatty() or not _Log.bars or _Log.as_json:
-        yield tell
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda stage: bar.update(task, description=stage)

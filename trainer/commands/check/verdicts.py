@@ -237,7 +237,7 @@ class Trainings:
         count = recipe.data.global_batch_size // recipe.data.micro_batch_size
         wanted = self._reference(subject, plainly)
         if count > 1 and (first := self._compared(subject, wanted, {}).first) is not None:
-            why = "; or ".join(causes(subject))
+            why = f"may be: {'; or '.join(causes(subject))}"
             detail = f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why}"
             return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
         unruled = self._reference(subject, plainly, ruled=False)

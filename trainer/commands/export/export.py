@@ -37,7 +37,7 @@ from trainer.models.export_formats import (
     write_torch_export,
 )
 from trainer.models.head_loss import IGNORED
-from trainer.observe.console import staged, warn
+from trainer.observe.console import tell, warn
 from trainer.observe.text import plain
 from trainer.runs.folder import write_json
 from trainer.train.model_of_run import (
@@ -109,8 +109,8 @@ def export(options: argparse.Namespace) -> int:
     run = open_run(options.folder, options.set)
     subject = _subject(run, options)
     try:
-        with staged() as say, _published(target) as beside:
-            file, error = _write(name, subject, run, beside, options, say)
+        with _published(target) as beside:
+            file, error = _write(name, subject, run, beside, options)
             write_json(beside / _ABOUT, export_facts(file, error, subject, run, options))
     except NotTheSame as problem:
         line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
@@ -255,11 +255,10 @@ def _write(
     run: OpenedRun,
     folder: Path,
     options: argparse.Namespace,
-    say: Callable[[str], object],
 ) -> tuple[Path, float]:
     """Writes and checks; returns the file and its relative error."""
     example = tuple(value[:_EXAMPLES].clone() for value in subject.inputs[-1])
-    say(f"export: writing {name} ({options.dtype})")
+    tell(f"export: writing {name} ({options.dtype})")
     try:
         with torch.no_grad():
             if name in hf.LIBRARIES:
@@ -272,7 +271,7 @@ def _write(
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotTheSame(f"torch {torch.__version__} can't export this model ({first})") from error
     weights_of = [str(run.folder), *options.set] if name == "safetensors" else []
-    say("export: checking it in a fresh process")
+    tell("export: checking it in a fresh process")
     given = in_fresh_process(file, subject.inputs, weights_of)
     if subject.tensors is not None:
         _check_tensors(file, subject.tensors)
