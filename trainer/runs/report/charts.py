@@ -160,7 +160,7 @@ def _written(value: float, kind: Kind) -> str:
         return number(value)
     if kind == "count":
         return count(value) if 100 <= abs(value) < 1e6 else scaled(value)
-    return share(value) if kind == "share" else size(value)
+    return f"{number(100 * value)}\u00a0%" if kind == "share" else size(value)
 
 
 def line_chart(
