@@ -86,7 +86,6 @@ def test_everything_that_a_run_says_is_there(run: Path) -> None:
         assert f"<b>{chart}</b>" in html
     for word in ("27 %", "resnet50", "3b71744e1252+", "sw_power_cap", "812.4"):
         assert word in parsed.text, word
-    assert "3 data" in parsed.text  # the slow rank
 
 
 def test_the_page_takes_nothing_from_elsewhere_and_runs_nothing(run: Path) -> None:
@@ -347,15 +346,3 @@ def test_a_rate_is_a_total_over_a_time(without: tuple[str, ...], repeats: int, t
         assert shown is not None and shown.value == pytest.approx(right[rate.name]), rate.name
     by_title = {kind.name: kind for kind in figures.KEY_FIGURES}
     assert all(by_title[rate.title].of(run) == rate.of(run) for rate in figures.RATES)
-
-
-def test_the_slowest_rank_costs_time_and_not_records(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest(100)))
-    slow = {"kind": "train", "slow_rank": 3, "slow_phase": "data"}
-    rows = [
-        {**slow, "step": 99, "time/wall": 99.0, "slow_excess": 0.1},
-        {**slow, "step": 100, "time/wall": 1.0, "slow_excess": 0.9},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = read_recorded_run(tmp_path).slow.values()
-    assert found.rows == 2 and found.seconds / found.wall == pytest.approx(0.108)

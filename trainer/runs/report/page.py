@@ -156,7 +156,6 @@ def _one(run: RecordedRun) -> dict[str, object]:
         ],
         "left_out": (run.verdicts.left_out, run.anomalies.left_out),
         "anomalies": run.anomalies.items,
-        "slow": sorted(run.slow.items(), key=lambda item: -item[1].seconds)[:10],
         "checkpoints": run.checkpoints[:50],
         "config": read[:400],
         "idle": len(flat_config) - len(read),

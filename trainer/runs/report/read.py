@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -68,25 +68,6 @@ class Newest:
 
 
 @dataclass
-class Slow:
-    """Rank that was the slowest in a phase: how often, and its cost as fractions of the wall time.
-
-    Attributes:
-        rows: Records in which it was.
-        seconds: What it cost in them.
-        wall: Wall time of them, in seconds.
-        most: Largest fraction of a record.
-        step: Step of that record.
-    """
-
-    rows: int = 0
-    seconds: float = 0.0
-    wall: float = 0.0
-    most: float = 0.0
-    step: int = 0
-
-
-@dataclass
 class RecordedRun:
     """Content of a run folder.
 
@@ -102,7 +83,6 @@ class RecordedRun:
         end: The last record of kind "end", or {}.
         verdicts: Records of kind "verdict" except the final one.
         verdict: The final verdict, or None.
-        slow: Slow ranks, by rank and phase.
         throttled: Number of records by reason of the GPU's throttling.
         anomalies: Lines of anomalies.jsonl.
         checkpoints: Checkpoints, newest first.
@@ -121,7 +101,6 @@ class RecordedRun:
     end: dict[str, Any] = field(default_factory=dict)
     verdicts: Newest = field(default_factory=Newest)
     verdict: dict[str, Any] | None = None
-    slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
     anomalies: Newest = field(default_factory=Newest)
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
@@ -164,8 +143,9 @@ def _read_rows(run: RecordedRun) -> None:
             continue
         run.rows += 1
         kind = str(row.get("kind"))
-        if kind == "train":
-            _tally(run, step, row)
+        reason = row.get("gpu/throttle_reason")
+        if isinstance(reason, str) and reason and len(run.throttled) < 100:
+            run.throttled[reason[:200]] += 1
         if kind == "hook":
             run.pictures |= {
                 n: (step, v)
@@ -188,21 +168,6 @@ def _read_rows(run: RecordedRun) -> None:
 
 def _is_picture(value: object) -> bool:
     return isinstance(value, str) and _PICTURE.fullmatch(value) is not None
-
-
-def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
-    """Counts slow ranks and reasons of throttling, which are text."""
-    rank, excess = row.get("slow_rank"), row.get("slow_excess")
-    if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
-        slow = run.slow.setdefault((rank, str(row.get("slow_phase"))[:80]), Slow())
-        slow.rows += 1
-        span = length_of(span_of("slow_excess"), row, 1)
-        slow.seconds, slow.wall = slow.seconds + excess * span, slow.wall + span
-        if excess > slow.most:
-            slow.most, slow.step = excess, step
-    reason = row.get("gpu/throttle_reason")
-    if isinstance(reason, str) and reason and len(run.throttled) < 100:
-        run.throttled[reason[:200]] += 1
 
 
 def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
