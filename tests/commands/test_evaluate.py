@@ -65,14 +65,9 @@ def test_somebody_elses_ranks_are_not_waited_for(
     assert asked(capsys, digits_run)["metrics"]["loss"] == last_row(digits_run)["loss"]
 
 
-def test_people_see_a_table_and_a_picture(
-    digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plot = tmp_path / "matrix.svg"
-    assert main(["evaluate", str(digits_run), "--plot", str(plot)]) == 0
-    said = capsys.readouterr().out
-    assert named(said, f"accuracy {last_row(digits_run)['accuracy']:.4f} precision")
-    assert plot.read_text().count("<title>") == 100
+def test_people_see_a_table(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(digits_run)]) == 0
+    assert named(capsys.readouterr().out, f"accuracy {last_row(digits_run)['accuracy']:.4f} precision")
 
 
 def test_the_report_has_the_last_evaluation(digits_run: Path, tmp_path: Path) -> None:
@@ -91,6 +86,7 @@ def test_the_report_has_the_last_evaluation(digits_run: Path, tmp_path: Path) ->
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert 'id="evaluation"' in page and page.count('class="pixels"') == len(mistakes)
+    assert page.count(" as ") >= 100  # a cell of the matrix has a title
 
 
 def test_the_weights_that_are_asked_for(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ REFUSED = [
     ("doctor digits --out x.ckpt", "--out x.ckpt"),
     ("evaluate no-run", "no-run"),
     ("evaluate RUN --checkpoint first", "first best last"),
-    ("evaluate RUN --plot matrix.png", ".svg"),
     ("evaluate RUN --set optim.lr=1", "optim.lr"),
     ("evaluate RUN --nproc-per-node 0", "--nproc-per-node"),
     ("evaluate digits", "digits --weights"),

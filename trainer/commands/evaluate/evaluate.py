@@ -16,13 +16,12 @@ from trainer.commands.evaluate.rank import RESULT, asked, measure_run
 from trainer.config.training import MAIN_SET
 from trainer.data.left_out import LeftOut, left_out_line as line_of
 from trainer.distributed.parallel import World
-from trainer.errors import EXIT_DONE, BadInputError, writing
-from trainer.host.files import check_replaceable, write_whole
+from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.files import write_whole
 from trainer.host.latest import EVALUATION, MANIFEST
 from trainer.launch.launcher import launch
 from trainer.observe.console import warn
 from trainer.observe.text import table, without_controls
-from trainer.runs.report.charts import MOST_CLASSES, confusion_chart
 from trainer.tasks.coco_results import check_results, write_results
 from trainer.train.components.task import device_kind
 from trainer.train.start.local_ranks import plan_local_ranks
@@ -45,23 +44,10 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
 
     Raises:
         BadInputError: If there is no such run, checkpoint or data, the data has other classes than the model,
-            or --plot or --coco can't be made or written.
+            or --coco can't be made or written.
     """
-    if options.plot is not None:
-        if options.plot.suffix != ".svg":
-            raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
-        with writing(f"--plot {options.plot}"):
-            check_replaceable(options.plot)
     request = _request(options)
     opened = asked(request)
-    if options.plot is not None and (
-        opened.recipe.task not in ("classification", "audio") or opened.task.describe().get("several")
-    ):
-        raise BadInputError(
-            f"--plot: task={opened.recipe.task} has no confusion matrix, nor have images of several classes"
-        )
-    if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_CLASSES:
-        raise BadInputError(f"--plot: at most {MOST_CLASSES} classes can be drawn; --json has the matrix")
     check_results(options.coco, opened.task)
     local = plan_local_ranks(opened.recipe, options.gpus, options.nproc_per_node)
     if local.ranks == 1:
@@ -126,11 +112,6 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
 def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
     lines = "\n".join(evaluation_lines(result))
     print(evaluation_json(result) if options.json else without_controls(lines))
-    if options.plot is not None:
-        with writing(f"--plot {options.plot}"):
-            write_whole(options.plot, confusion_chart(result["confusion"], result["classes"]))
-        if not options.json:
-            print(f"confusion matrix: {options.plot}")
 
 
 _IN_TABLE = 40  # in a table; the JSON has all of them

@@ -29,7 +29,6 @@ _LEAST = 1e-100  # what is nearer to 0 is shown there
 _BYTES = ((TIB, " TiB"), (GIB, " GiB"), (MIB, " MiB"), (KIB, " KiB"), (1, " B"))
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
-MOST_CLASSES = 200  # of a matrix, which is 6 MB then
 _CELL, _LETTER, _MOST_LETTERS = 18, 6, 20  # pixels of the matrix; letters of a class's name
 
 
