@@ -14,6 +14,8 @@ from trainer.cli import Parser, run
 # asked for is imported.
 BENCHES = {
     "overhead": ("overhead", "host time per step over a hand-written loop"),
+    "faults": ("check_faults.bench", "known faults, put in one at a time: which does trainer check see?"),
+    "slowdowns": ("slowdowns.bench", "runs slowed in known ways (half an hour, root): do they say so?"),
     "accumulation": ("accumulation", "gradient of every step against its samples concatenated"),
     "loader": ("loader", "CPU time, speed and memory of loading images"),
     "tokens": ("tokens", "token batches per CPU second against a nanoGPT-style get_batch"),

@@ -23,11 +23,11 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.comm_fit import CommResult, Timed, bus_factor, fitted, parsed_sizes
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds, at_least_one
 from benchmarks.paired import interleaved, median_interval
 from trainer.distributed.parallel import World, gather_rows, joined_world
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
-from trainer.observe.conditions import conditions
 from trainer.observe.text import duration, number, size
 
 _TURN_SECONDS = 0.05

@@ -395,7 +395,7 @@ def measure(rows: Sequence[Row], results: Path, work: Path, limit_s: float, smal
     Returns:
         0 if each of these rows is met, 1 if one is missed, 3 if one isn't measured (with `small`, 1).
     """
-    from trainer.observe.conditions import conditions
+    from benchmarks.conditions import conditions
 
     work.mkdir(parents=True, exist_ok=True)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.conditions import conditions
 from trainer.data.formats.index import Index, content_hash
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import Shard, about_of, in_shards, write_index
@@ -27,7 +28,6 @@ from trainer.data.sampling.plan import Plan
 from trainer.data.shared import name_columns
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import last_names
-from trainer.observe.conditions import conditions
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows
 from trainer.runs.folder import MANIFEST

@@ -16,6 +16,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
+from benchmarks.conditions import conditions
 from benchmarks.options import picked
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.latest import run_path
@@ -26,14 +27,12 @@ from trainer.models.export_formats import (
     LIMITS,
     ModelTensors,
     exported_program,
-    frozen_trace,
     leaves,
     missing_packages,
     quiet,
     relative_error,
     write_onnx,
 )
-from trainer.observe.conditions import conditions
 from trainer.runs.flags import add_settings, add_task
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
@@ -135,7 +134,9 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _frozen(model: nn.Module, inputs: ModelTensors) -> Call:
-    return frozen_trace(model, inputs)
+    """Traces a model by TorchScript and freezes its weights as constants, which also folds BatchNorm."""
+    call: Call = torch.jit.freeze(torch.jit.trace(model, tuple(inputs), check_trace=False))
+    return call
 
 
 def _fused(model: nn.Module, inputs: ModelTensors) -> Call:
@@ -143,7 +144,7 @@ def _fused(model: nn.Module, inputs: ModelTensors) -> Call:
         raise Unavailable("oneDNN is for CPUs")
     if not torch.backends.mkldnn.is_available():
         raise Unavailable("this torch was built without oneDNN")
-    return frozen_trace(model, inputs)
+    return _frozen(model, inputs)
 
 
 def _exported(model: nn.Module, inputs: ModelTensors) -> Call:

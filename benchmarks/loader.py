@@ -19,13 +19,13 @@ import numpy as np
 
 from benchmarks import pipelines
 from benchmarks.against import blamed, chosen, titled
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds, at_least_one
 from benchmarks.photographs import SIZES, write_photographs
 from benchmarks.pipelines import BATCH, SIDE, Epoch
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.observe.conditions import conditions
 
 SHORT_SIDE = 256
 IMAGES = 1024

@@ -24,6 +24,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
+from benchmarks.conditions import conditions
 from benchmarks.paired import interleaved, median_interval, one_thread
 from benchmarks.setting import timed_steps
 from trainer.config.recipe import Recipe
@@ -32,7 +33,6 @@ from trainer.config.tasks import RegularizationConfig
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED
 from trainer.host.limits import read_limits
-from trainer.observe.conditions import conditions
 from trainer.optim.optimizers import LRScheduler
 from trainer.tasks.classification import Classification
 from trainer.train.components.run import build

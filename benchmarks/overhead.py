@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks.against import blamed, chosen, titled
 from benchmarks.array_task import ArrayTask
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds, at_least_one
 from benchmarks.paired import interleaved, judged, median_interval, one_thread
 from trainer.config.recipe import Recipe
@@ -34,7 +35,6 @@ from trainer.config.training import OptimConfig
 from trainer.data.batch import Batch
 from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
-from trainer.observe.conditions import conditions
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task

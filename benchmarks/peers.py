@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.conditions import conditions
 from benchmarks.paired import median_interval
 from benchmarks.photographs import CLASSES, write_photographs
 from trainer.config.sizes import GIB
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.processes import tree
-from trainer.observe.conditions import conditions
 from trainer.runs.folder import read_rows
 
 _BATCH, _PIXELS, _PHOTOGRAPHS = 32, 128, 400

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds
 from benchmarks.paired import interleaved, judged, median_interval, one_thread
 from benchmarks.ranks import on_ranks, received
@@ -19,7 +20,6 @@ from benchmarks.setting import timed_steps
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World
 from trainer.distributed.tree import Sums, Tournament
-from trainer.observe.conditions import conditions
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 from trainer.train.reduction import TreeSum

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds, at_least_one
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.whole_runs import bench_whole_runs
@@ -18,7 +19,6 @@ from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.precision import set_matmul_mode
-from trainer.observe.conditions import conditions
 from trainer.train.components.loading import choose_loading
 from trainer.train.components.run import build, set_determinism
 from trainer.train.components.task import check_request, device_kind, make_task

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.ranks import on_ranks, received
@@ -27,7 +28,6 @@ from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_FAILED
 from trainer.models.activation_checkpointing import blocks
-from trainer.observe.conditions import conditions
 from trainer.train.components.memory import rank_memory
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task

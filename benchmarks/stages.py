@@ -17,6 +17,7 @@ import numpy as np
 import soundfile
 import torch
 
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.photographs import write_photographs
@@ -30,7 +31,6 @@ from trainer.data.formats.decode import cut_out, decode_whole, resize
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.tokens import TokenDataset, inputs_and_targets
 from trainer.errors import EXIT_DONE
-from trainer.observe.conditions import conditions
 from trainer.tasks.audio import Audio
 from trainer.tasks.augment import Normalization, affine, by_policy, crop, flip, jitter, make_policy
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from benchmarks.conditions import conditions
 from trainer.errors import EXIT_DONE, EXIT_FAILED
-from trainer.observe.conditions import conditions
 
 _HERE = Path(__file__).parent
 _SCRIPT = str(_HERE / "start_plain.py")

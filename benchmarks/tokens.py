@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.conditions import conditions
 from benchmarks.options import add_rounds
 from benchmarks.overhead import Series
 from benchmarks.paired import interleaved, judged, median_interval, one_thread
@@ -24,7 +25,6 @@ from trainer.config.data import LoaderConfig
 from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
-from trainer.observe.conditions import conditions
 
 _LENGTH, _BATCH = 1024, 32
 _VOCABULARY = 50257

@@ -15,12 +15,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from benchmarks.conditions import conditions
 from benchmarks.setting import timed_steps
 from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE
 from trainer.host.startup import SPINS
-from trainer.observe.conditions import conditions
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.conditions import conditions
 from benchmarks.paired import median_interval
 from trainer.config.sizes import GIB
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.observe.conditions import conditions
 from trainer.runs.folder import read_rows
 
 _VARIABLE = "env:"

@@ -70,7 +70,7 @@ chaos: ## cut, kill, signal and hang runs at random (about an hour); ARGS="--kil
 nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify, export (100 of them, all faults of check, and make oracles: half an hour); N=20
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.recorded.nightly $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N)) $(ARGS)
-	$(if $(SEED)$(N),,$(VENV)/bin/python -m pytest tests/commands/test_check_faults.py && $(MAKE) oracles)
+	$(if $(SEED)$(N),,$(VENV)/bin/python -m pytest tests/benchmarks/test_check_faults.py && $(MAKE) oracles)
 
 # Their versions are those of tests/compat/oracles; no stack has them.
 oracles: override STACK = tests/compat/oracles
@@ -81,7 +81,7 @@ oracles: ## compare language models with transformers, TRL and peft, and train S
 
 slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m tests.slowdowns --out build/verdicts.md $(ARGS)
+	$(VENV)/bin/python -m benchmarks slowdowns --out build/verdicts.md $(ARGS)
 
 schema = $(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor
 lint: ## check style, types, what imports what, spelling, shell files, the Dockerfile and .github

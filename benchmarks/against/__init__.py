@@ -14,9 +14,9 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import trainer
+from benchmarks.conditions import conditions
 from benchmarks.options import picked
 from trainer.errors import BadInputError
-from trainer.observe.conditions import conditions
 
 # Name on the command line (and of the module) -> name of the distribution.
 LIBRARIES = {

@@ -43,8 +43,8 @@ def bench_claims(quick: bool = False, only: str = "", out: Path | None = None) -
     from benchmarks.claims.chart import chart
     from benchmarks.claims.run import FULL, QUICK, run_claims, select
     from benchmarks.claims.show import as_json, summary, table
+    from benchmarks.conditions import conditions
     from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED
-    from trainer.observe.conditions import conditions
 
     claims, extent = select(only), QUICK if quick else FULL
     # Every optimizer wants it, and it takes three seconds: once here, not in each process that is forked.

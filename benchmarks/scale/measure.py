@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.conditions import conditions
 from benchmarks.scale.figures import Job, read_link
 from benchmarks.scale.probes import Found, of_buckets, of_checkpoint, of_start, of_store
 from trainer.config.recipe import Recipe
@@ -16,7 +17,6 @@ from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host import strict_json
 from trainer.host.startup import choose_waiting
-from trainer.observe.conditions import conditions
 from trainer.observe.rows import FILES
 from trainer.runs.folder import read_rows
 

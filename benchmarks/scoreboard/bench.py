@@ -63,12 +63,12 @@ def bench_scoreboard(
     check_files(out, timm_train)
     from benchmarks.against import LIBRARIES, installed
     from benchmarks.charts import as_svg
+    from benchmarks.conditions import conditions
     from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart, select
     from benchmarks.scoreboard.chart import chart
     from benchmarks.scoreboard.figures import Machine, between
     from benchmarks.scoreboard.quiet import share_of_cpus
     from benchmarks.scoreboard.show import as_json, command_line, libraries, text
-    from trainer.observe.conditions import conditions
 
     names, extent = select(only), QUICK if quick else FULL
     if timm_train is not None and "accumulation" not in names:

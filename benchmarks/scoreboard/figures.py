@@ -154,7 +154,7 @@ class Machine:
     """Machine of the measurements.
 
     Attributes:
-        conditions: See `trainer.observe.conditions`.
+        conditions: See `benchmarks.conditions`.
         libraries: With their versions; those that aren't installed too.
     """
 

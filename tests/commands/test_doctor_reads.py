@@ -8,14 +8,13 @@ import pytest
 
 from tests.helpers.doctor_box import GIB
 from tests.helpers.planted import write
-from trainer.commands.doctor.doctor import judge_facts, read_box
+from trainer.commands.doctor.doctor import judge_facts, make_needs, read_box
 from trainer.commands.doctor.facts import Gpus
 from trainer.commands.doctor.gpu import read_gpus
-from trainer.commands.doctor.needs import make_needs, read_for_needs
-from trainer.commands.doctor.resources import read_system
+from trainer.commands.doctor.machine import read_system
 from trainer.commands.doctor.software import read_software
 from trainer.config.formats import FORMATS
-from trainer.config.recipe_file import recipe_names
+from trainer.config.recipe_file import provisional, recipe_names
 from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits
 
@@ -106,7 +105,6 @@ def test_the_folder_that_gke_mounts_the_driver_in(tmp_path: Path) -> None:
 V2 = {
     "proc/self/cgroup": "0::/",
     "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
-    "sys/devices/system/cpu/online": "0-63",
     "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB",
     "sys/fs/cgroup/cpu.max": "400000 100000",
     "sys/fs/cgroup/memory.max": str(8 * GIB),
@@ -120,15 +118,13 @@ def test_the_kernel_with_cgroup_v2(tmp_path: Path) -> None:
     root = write(tmp_path, V2)
     (root / "dev/shm").mkdir(parents=True)
     found = read_system(root)
-    assert found.machine_cpus == 64
     assert (found.available, found.oom_kills) == (4 * GIB, 3)
     assert found.shm is not None
-    assert found.open_files[0] <= found.open_files[1]
 
 
 def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     found = judge_facts(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
-    assert len(found) == 16
+    assert len(found) == 14
     assert found["gpu.nvml"].status == found["gpu.driver"].status == "not available"
 
 
@@ -136,12 +132,11 @@ def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
 
 
 def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
-    asked = 'Requires-Dist: nvidia-cudnn-cu12==9.10.2.21; platform_system == "Linux"\nRequires-Dist: numpy>=1'
     root = write(
         tmp_path,
         {
             "site/torch/version.py": "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\nhip = None",
-            "site/torch-2.9.1.dist-info/METADATA": asked,
+            "site/torch-2.9.1.dist-info/METADATA": "",
             "site/numpy-2.1.0.dist-info/METADATA": "",
             "site/numpy-1.26.4.dist-info/METADATA": "",
             "site/PyYAML-6.0.2-py3.12.egg-info/PKG-INFO": "",
@@ -159,7 +154,6 @@ def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
     paths = [f"{root}/site", f"{root}/user"]
     found = read_software(paths, root, f"{root}/user", environ)
     assert (found.torch, found.cuda, found.lock, found.changing) == ("2.9.1+cu128", "12.8", "abc", True)
-    assert found.wanted == {"nvidia-cudnn-cu12": "9.10.2.21"}
     assert (found.installed["pyyaml"], found.installed["nvidia-cudnn-cu12"]) == ("6.0.2", "9.1.0")
     assert found.twice == ("numpy 1.26.4 and 2.1.0",)
     assert found.shadowed == (f"torch in {root}/work", f"numpy in {root}/user")
@@ -171,7 +165,7 @@ def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
 def test_a_torch_for_cpus(tmp_path: Path) -> None:
     write(tmp_path, {"torch/version.py": "__version__ = '2.9.1+cpu'\ncuda: Optional[str] = None"})
     found = read_software([str(tmp_path)], tmp_path, "", {})
-    assert (found.torch, found.cuda, found.wanted) == ("2.9.1+cpu", "", {})
+    assert (found.torch, found.cuda) == ("2.9.1+cpu", "")
 
 
 # What a recipe needs
@@ -180,7 +174,7 @@ def test_a_torch_for_cpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_the_needs_of_every_recipe(recipe: str) -> None:
     """It can be read; and what is embedded, or held in memory, wants no workers."""
-    keys = read_for_needs(recipe, [])
+    keys = provisional(recipe, [])[0]
     workers = make_needs(recipe, keys, Limits(16, 64 * GIB, GIB, None), Gpus()).workers
     assert (workers == 0) == (not FORMATS[keys.data.name].workers)
 
@@ -190,13 +184,13 @@ def test_the_needs_are_those_of_the_loader(tmp_path: Path) -> None:
     file = tmp_path / "pets.yaml"
     file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch_size: 128}\n")
     limits = Limits(16, 64 * GIB, GIB, None)
-    needs = make_needs("pets.yaml", read_for_needs(str(file), []), limits, Gpus())
+    needs = make_needs("pets.yaml", provisional(str(file), [])[0], limits, Gpus())
     sample = 3 * 512 * 512
     sizes = Sizes(sample, 128 * sample, 256 * sample)
     chosen = by_rule("auto", "auto", sizes, limits, 1)
     assert needs.workers == chosen.workers == 12
     assert needs.loader_bytes == bytes_needed(chosen, sizes)
-    tight = make_needs("pets.yaml", read_for_needs(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
+    tight = make_needs("pets.yaml", provisional(str(file), [])[0], Limits(16, 4 * GIB, GIB, None), Gpus())
     assert tight.workers < 12
-    two = make_needs("pets.yaml", read_for_needs(str(file), []), limits, read_gpus(nvml(), tmp_path, {}))
+    two = make_needs("pets.yaml", provisional(str(file), [])[0], limits, read_gpus(nvml(), tmp_path, {}))
     assert (two.ranks, two.workers) == (2, 6)

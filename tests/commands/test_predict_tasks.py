@@ -179,7 +179,6 @@ def test_text_is_evaluated_without_classes(letters: Path, capsys: pytest.Capture
     told = json.loads(capsys.readouterr().out)
     assert told["metrics"]["loss"] == json.loads((letters / "manifest.json").read_text())["summary"]["loss"]
     assert "confusion" not in told
-    assert main(["evaluate", str(letters), "--plot", "matrix.svg"]) == 2
 
 
 def test_boxes_are_told_in_the_files_pixels_and_drawn(

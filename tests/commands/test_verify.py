@@ -18,7 +18,8 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
-from tests.helpers.refusals import named
+from tests.helpers.poison import SEED, poison
+from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.commands.verify import replay as replaying
 from trainer.commands.verify.recorded import Segment, parts_of, read_recorded
@@ -101,7 +102,7 @@ def test_a_changed_configuration_is_named(tmp_path: Path, whole: Path, capsys: C
 
     change(folder, edit)
     told = verify(folder, code=1, capsys=capsys)
-    assert named(told, "2 stem.weight lr config.yaml manifest.json")
+    assert named(told, "2 stem.weight lr manifest.json")
     assert named(told, f"versions.torch 2.1.0 {torch.__version__} device.cpu_capability MMX")
     assert "numpy" not in told
 
@@ -247,3 +248,33 @@ def test_the_commands_prove_a_run(tmp_path: Path) -> None:
     first, *_ = proof.stdout.splitlines()
     assert named(proof.stdout, "13 13 2 ranks 1 rank 5 model.safetensors ema.safetensors")
     assert not Path(first.rpartition(" in ")[2]).exists()
+
+
+def test_a_run_that_an_anomaly_stopped_is_replayed_up_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    recipe, fault = small(**SEED, anomaly={"spike_history": 10}), poison([6], "gradient")
+    attempt(tmp_path / "run", recipe, before=fault)
+
+    def start(request: argparse.Namespace, *_: Any) -> int:
+        again = load_recipe(request.recipe, request.set)
+        return attempt(request.out, again, request.resume, stop_after=request.stop_after, before=fault).code
+
+    monkeypatch.setattr(replaying, "start", start)
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert named(capsys.readouterr().out, "1 6 16")
+    attempt(tmp_path / "at once", recipe, before=poison([0], "gradient"))
+    assert main(["verify", str(tmp_path / "at once")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "device", "wanted"),
+    [(None, None, "cpu", None), (None, 2, "cpu", 2), ("0,3", None, "cuda", 2)],
+)
+def test_the_ranks_that_are_asked_for(
+    gpus: str | None, processes: int | None, device: str, wanted: int | None
+) -> None:
+    options = argparse.Namespace(gpus=gpus, nproc_per_node=processes)
+    assert replaying.ranks_wanted(options, device) == wanted
+    with refused("--gpus 2"):
+        replaying.ranks_wanted(argparse.Namespace(gpus="2", nproc_per_node=None), "cpu")

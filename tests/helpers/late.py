@@ -26,7 +26,7 @@ def import_late() -> None:
     for name in _LATE:  # half a second for TensorBoard, which looks for boto3
         importlib.import_module(name)
     # Each run writes a report at its end: compiling its templates takes longer than the run of a small model.
-    from trainer.runs.report.parts import templates
+    from trainer.runs.report.page import templates
 
     for name in templates.list_templates(["html"]):
         templates.get_template(name)

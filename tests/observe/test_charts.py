@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.observe.charts.axis import make_axis
-from trainer.observe.charts.lines import Line, line_chart
-from trainer.observe.charts.thin import Cell, ThinnedRows, thinned
 from trainer.observe.text import (
     escaped,
     plain,
 )
+from trainer.runs.report.charts import Line, line_chart, make_axis
+from trainer.runs.report.thin import Cell, ThinnedRows, thinned
 
 
 @given(
@@ -51,14 +50,14 @@ def test_a_figure_that_was_not_finite_is_a_gap() -> None:
 @given(
     st.floats(-1e150, 1e150),
     st.floats(0, 1e150),
-    st.sampled_from(["number", "count", "si", "share", "bytes"]),
+    st.sampled_from(["number", "count", "share", "bytes"]),
     st.booleans(),
     st.booleans(),
 )
 def test_axes_have_a_few_round_ticks_between_their_ends(
     low: float, span: float, kind: Any, zero: bool, may_log: bool
 ) -> None:
-    axis = make_axis(low, low + span, kind, "x", zero, may_log)
+    axis = make_axis(low, low + span, kind, zero, may_log)
     places = [axis.at(value) for value, _ in axis.ticks]
     assert axis.low < axis.high
     nothing = 1e-8 * (axis.high - axis.low)

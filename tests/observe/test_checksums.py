@@ -21,7 +21,6 @@ from trainer.observe.checksums import (
     last_names,
     read_checksums,
 )
-from trainer.rng import Purpose, key, keys
 
 
 def holding(*tensors: torch.Tensor) -> nn.Module:
@@ -80,10 +79,6 @@ def test_changes_that_add_up_to_nothing_are_seen() -> None:
     assert fingerprints_of(holding(swapped))().item() != before
 
 
-def odd_keys(kind: int) -> Any:
-    return keys(key(Purpose.FINGERPRINT, kind), np.arange(1024)) | np.uint64(1)
-
-
 MOVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "negated": lambda x: -x,
     "rows swapped": lambda x: x[[1, 0, *range(2, len(x))]],
@@ -103,15 +98,6 @@ def test_what_is_negated_or_moved_is_seen(
         other = change(one).contiguous()
         same = torch.equal(bits(one), bits(other))
         assert (fingerprints_of(holding(one))().item() == fingerprints_of(holding(other))().item()) is same
-
-
-def test_no_two_sign_flips_of_a_row_cancel() -> None:
-    """Of whatever signs: no two keys of a row are the same or negatives in their low 33 bits."""
-    columns, upper = odd_keys(1), odd_keys(2)
-    with np.errstate(over="ignore"):
-        each = np.concatenate([columns, (columns << np.uint64(32)) + upper])
-        both = np.concatenate([each, np.uint64(0) - each]) & np.uint64(2**33 - 1)
-    assert len(np.unique(both)) == len(both)
 
 
 def test_neither_threads_nor_strides_nor_nan_count() -> None:

@@ -42,29 +42,6 @@ def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None
     assert all(row["flops_per_s"] > 0 for row in [row for row in rows if row["kind"] == "train"][1:])
 
 
-def test_what_a_run_cost_is_what_all_of_its_attempts_did(tmp_path: Path) -> None:
-    """A second costs 1: the end says what the rows of three attempts took, and one cost a sample."""
-    folder, recipe = tmp_path / "run", small(log={"price_per_hour": 3600.0, "every": 1})
-
-    def each_row() -> None:
-        from trainer.train import outputs
-
-        replace(outputs, "_PAUSE_S", 0.0)  # on a quick machine most rows don't say where the time went
-
-    assert attempt(folder, recipe, stop_at=5, before=each_row).code == 75
-    assert attempt(folder, recipe, stop_at=11, before=each_row).code == 75
-    assert attempt(folder, recipe, before=each_row).code == 0
-    rows = read_rows(folder, ())
-    told = [row for row in rows if row["kind"] == "train" and "time/wall" in row]
-    walls, last = ([row["time/wall"] for row in told if row["step"] > step] for step in (0, 11))
-    (end,) = [row for row in rows if row["kind"] == "end"]
-    assert sum(walls) > sum(last)
-    assert end["time/wall"] >= sum(walls) - 1e-6
-    assert end["cost/money"] == pytest.approx(end["time/wall"])
-    trained = end["step"] * recipe.data.global_batch_size
-    assert end["cost/per_thousand_samples"] == pytest.approx(1000 * end["cost/money"] / trained)
-
-
 def test_the_verdict_of_a_run_is_on_all_of_its_attempts() -> None:
     """Nine tenths of a run were held up; its last attempt wasn't."""
     slow: Row = {"kind": "train", "step": 9, "samples_per_s": 1.0, "time/wall": 90.0, "time/gc": 60.0}
@@ -149,13 +126,3 @@ def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:
     verdict = diagnose(metrics, FACTS)
     assert verdict.cause == "data-cpu"
     assert "2.4 x" in verdict.text
-
-
-def test_memory_that_grows_with_each_step_is_told() -> None:
-    told: list[Any] = []
-    advisor = Advisor(dataclasses.replace(FACTS, memory_bytes=float(8 << 30)), None, told.append)
-    for step in range(1, 101):
-        advisor({**row(step), "memory/rss_bytes": float((1 << 30) + (step << 20))})
-    advisor.conclude(100, row(100))
-    (leak,) = [one for one in told if one["cause"] == "leak"]
-    assert "1.00 MiB" in leak["text"]

@@ -1,10 +1,8 @@
 """Promise: metrics are right, arrive in every sink, and logging every 50 steps reads the device once."""
 
-import csv
 import io
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -22,7 +20,7 @@ from trainer.observe import console
 from trainer.observe.console import ProgressBar
 from trainer.observe.log import Logged
 from trainer.observe.rows import FILES
-from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
+from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.optim.schedules import schedule
 from trainer.runs.manifest import Manifest
 from trainer.train import loop
@@ -123,70 +121,13 @@ def test_tensorboard_reads_a_resumed_run_last_also_where_the_clock_was_set_back(
     ]
 
 
-def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_path: Path) -> None:
-    sink, _ = csv_sink(tmp_path)
-    sink({"kind": "train", "step": 1, "loss": 0.5})
-    sink({"kind": "train", "step": 2, "loss": math.inf, "samples_per_s": 10.0})
-    sink({"kind": "eval", "step": 2, "accuracy": 0.9})
-    sink({"kind": "train", "step": 3, "loss": 0.25})
-    with (tmp_path / "train.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows == [
-        {"step": "1", "loss": "0.5", "samples_per_s": ""},
-        {"step": "2", "loss": "inf", "samples_per_s": "10.0"},
-        {"step": "3", "loss": "0.25", "samples_per_s": ""},
-    ]
-    assert (tmp_path / "eval.csv").read_text().split() == ["step,accuracy", "2,0.9"]
-
-
-def test_a_table_whose_names_hold_commas_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """As the losses of a task of one's own may; a resumed run cuts the rows off that come again."""
-    rows = [{"kind": "train", "loss/a,b": 0.5, 'say "x"': 1.0, "step": step} for step in (1, 2, 3)]
-    for row in rows[:2]:
-        csv_sink(tmp_path)[0](row)  # the second one reads the names of the first
-    before = (tmp_path / "train.csv").read_bytes()
-    assert keep_rows(tmp_path / "train.csv", 2) == 0
-    assert (tmp_path / "train.csv").read_bytes() == before
-    assert keep_rows(tmp_path / "train.csv", 1) == 0
-    csv_sink(tmp_path)[0]({**rows[2], "later": 4})
-    with (tmp_path / "train.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [list(row) for row in found] == [["loss/a,b", 'say "x"', "step", "later"]] * 2
-    assert [(row["step"], row["loss/a,b"], row["later"]) for row in found] == [
-        ("1", "0.5", ""),
-        ("3", "0.5", "4"),
-    ]
-
-
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path) -> None:
-    recipe, manifest = make_recipe(log={"to": ["csv"]}), Manifest.model_validate(least_manifest())
+    recipe, manifest = make_recipe(log={"to": ["tensorboard"]}), Manifest.model_validate(least_manifest())
     with open_recording(tmp_path, build_alone(recipe, TokenTask(40)), manifest) as (opened, _):
         for sink in opened:
             sink({"kind": "train", "step": 1, "loss": 0.5})
-    made = ("metrics.jsonl", "train.csv", "tensorboard")
-    assert [name for name in made if (tmp_path / name).exists()] == ["train.csv"]
-
-
-def test_a_row_is_written_at_once_however_many_figures_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A table isn't written anew while it has the same columns."""
-    row: dict[str, float | int | str] = {"kind": "train", "step": 1}
-    row |= {f"figure_{number}": (number + 1) / 3 for number in range(50)}
-    opened, original = list[str](), os.fdopen
-    sink, _ = csv_sink(tmp_path)
-    sink(row)
-
-    def open_counted(number: int, mode: str = "r", **named: Any) -> Any:
-        opened.append(mode)
-        return original(number, mode, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fdopen", open_counted)
-        for _ in range(4):
-            sink(row)
-    assert opened == ["a"] * 4
-    assert len((tmp_path / "train.csv").read_text().splitlines()) == 1 + 5
+    made = ("metrics.jsonl", "tensorboard")
+    assert [name for name in made if (tmp_path / name).exists()] == ["tensorboard"]
 
 
 def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.helpers.waiting import SECONDS, until
 from trainer.host.affinity import gpu_nodes
 from trainer.host.counters import JobCounters, rates
 from trainer.host.limits import read_limits
-from trainer.host.nvml import Nvml, bus_ids, slowdown
+from trainer.host.nvml import Nvml, bus_ids
 from trainer.observe import machine as machine_module
 from trainer.observe.machine import Machine
 
@@ -279,17 +279,6 @@ def test_a_gpu_that_does_not_tell_its_place_keeps_its_number(monkeypatch: pytest
     assert bus_ids({}, 2) == ["", "00000000:3B:00.0"]
     assert bus_ids({"CUDA_VISIBLE_DEVICES": "1,0"}, 2) == ["00000000:3B:00.0", ""]
     assert gpu_nodes(["", "nonsense"]) == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("bits", "reason"),
-    [
-        *[(0x1, ""), (0x80 | 0x8, "power"), (0x40 | 0x8, "thermal"), (0x8, "hardware")],
-        *[(0x4 | 0x20, "thermal"), (0x5, "")],
-    ],
-)
-def test_reasons_in_words(bits: int, reason: str) -> None:
-    assert slowdown(bits) == reason
 
 
 def wait_for_figures(machine: Machine) -> dict[str, float | str]:

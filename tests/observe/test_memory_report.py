@@ -1,6 +1,5 @@
-"""Promise: memory figures are right, a leak is found and named, and running out names the remedies."""
+"""Promise: memory figures are right, and running out names the remedies."""
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 from tests.helpers.refusals import named
 from trainer.config.model import MemoryConfig
 from trainer.config.sizes import GIB, MIB
-from trainer.observe.leak import Trends, leak
 from trainer.observe.memory import after_evaluation, memory_metrics, memory_row, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 
@@ -206,55 +204,3 @@ def test_every_way_to_say_that_memory_ran_out_is_known(
     allocator.take(20 * GIB)
     text = explain_oom(RuntimeError(GPU_WORDS[0][0]), GPU, tmp_path, HELD, micro_batch_size=8)
     assert named(text, "cuda:0 CUBLAS_STATUS_ALLOC_FAILED data.micro_batch_size=4") and "\n" not in text
-
-
-def series(seed: int, shape: str, noise: float, points: int = 120) -> tuple[list[int], list[float]]:
-    """Sizes of 1 GiB and a shape of 200 MiB, with noise in MiB and a few odd points."""
-    random.seed(seed)
-    rises: dict[str, Callable[[float], float]] = {
-        "flat": lambda _: 0.0,
-        "line": lambda x: x,
-        "warming": lambda x: 1 - 2.0 ** (-x * 12),
-        "falling": lambda x: -x,
-        "two jumps": lambda x: float(x > 0.5) + float(x > 0.8),
-    }
-    rise = rises[shape]
-    sizes = [
-        GIB + 200 * MIB * rise(n / points) + random.gauss(0, noise * MIB) + (n % 37 == 5) * 300 * MIB
-        for n in range(points)
-    ]
-    return [n * 50 for n in range(points)], sizes
-
-
-@pytest.mark.parametrize("shape", ["flat", "warming", "two jumps", "falling"])
-@pytest.mark.parametrize("noise", [0.0, 20.0])
-def test_what_is_no_leak(shape: str, noise: float) -> None:
-    found = [leak(*series(seed, shape, noise)) for seed in range(10)]
-    assert found == [None] * 10
-
-
-@pytest.mark.parametrize("noise", [0.0, 10.0])
-def test_a_leak_is_found_with_its_slope(noise: float) -> None:
-    for seed in range(10):
-        slope = leak(*series(seed, "line", noise))
-        assert slope == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
-
-
-def test_a_few_points_say_nothing_and_little_is_not_worth_a_word() -> None:
-    assert leak([], []) is None
-    assert leak([0, 50], [1, 1e12]) is None
-    steps = list(range(100))
-    assert leak(steps, [GIB + n * 1024 for n in steps]) is None
-    assert leak(steps, [GIB + n * 1024 for n in steps], least=1024) == 1024
-    assert leak([5] * 100, [GIB * n for n in steps]) is None
-
-
-def test_rows_are_looked_through() -> None:
-    trends = Trends()
-    for step in range(100):
-        trends({"kind": "train", "step": step, "memory/rss_bytes": 2 * GIB + step * MIB})
-        trends({"kind": "eval", "step": step})
-        trends({"kind": "train", "step": step, "memory/allocated_bytes": GIB})
-    (line,) = trends.lines({"memory/rss_bytes": 3 * GIB})
-    assert named(line, "host 1.00 MiB 925")
-    assert Trends().lines({}) == []

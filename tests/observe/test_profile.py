@@ -106,30 +106,14 @@ def test_the_trace_holds_phases_and_modules(tmp_path: Path) -> None:
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
 
 
-def table(text: str, title: str) -> dict[str, list[str]]:
-    part = next(part for part in text.split("\n\n") if part.startswith(title))
-    return {row.split("  ")[0]: row.split("  ", 1)[1].split() for row in part.splitlines()[1:]}
-
-
 def test_the_text_names_operators_and_modules(tmp_path: Path) -> None:
     text, _, _ = profiled(tmp_path)
-    operators = table(text, "operator")
-    assert len(operators) == 20
-    assert "aten::mm" in operators
-    assert not any(name.startswith(("module/", "phase/")) for name in operators)
-    modules = table(text, "module")
-    assert set(modules) == {
-        "stem (Conv2d)",
-        "slow (Slow)",
-        "blocks (Sequential)",
-        "blocks.0 (Conv2d)",
-        "blocks.1 (ReLU)",
-    }
-    for calls, total, forward, backward in modules.values():
-        assert calls == "3"
-        assert float(total) == pytest.approx(float(forward) + float(backward), abs=0.02)
-    assert float(modules["slow (Slow)"][3]) > 0  # backward, too
-    assert f"trace: {tmp_path / TRACE}" in text
+    operators, modules, trace = text.split("\n\n")
+    assert len(operators.splitlines()) == 21 and "aten::mm " in operators
+    assert "module/" not in operators and "phase/" not in operators
+    calls = {row.split()[0]: row.split()[1] for row in modules.splitlines()[1:]}
+    assert calls == dict.fromkeys(("stem", "slow", "blocks", "blocks.0", "blocks.1"), "3")
+    assert trace.startswith(f"trace: {tmp_path / TRACE}")
 
 
 def test_the_run_stays_as_it_is(tmp_path: Path) -> None:

@@ -316,27 +316,14 @@ def test_copies_to_the_host_wait_unless_they_are_told_not_to() -> None:
     ("bf16", "names"),
     [
         (989.5, ["NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"]),
-        (835, ["NVIDIA H100 NVL"]),
         (312, ["NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "NVIDIA A100 80GB PCIe"]),
-        (125, ["NVIDIA A10"]),
-        (121, ["NVIDIA L4"]),
-        (364.2, ["NVIDIA RTX 6000 Ada Generation"]),
-        (165.2, ["NVIDIA GeForce RTX 4090"]),
-        # Cut down, of a laptop, a slice, of another generation, or without bf16: no figure, not a wrong one.
+        # Cut down, of a laptop, a slice, or without bf16: no figure, not a wrong one.
         (0, ["NVIDIA GeForce RTX 4090 D", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA A100X", "NVIDIA L20"]),
-        (0, ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-40C"]),
-        (0, ["NVIDIA H20", "NVIDIA A16", "Some other", "", "Quadro RTX 6000", "Tesla T4"]),
+        (0, ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-40C", "Some other", "", "Tesla T4"]),
     ],
 )
 def test_the_peak_of_a_gpu_is_that_of_its_whole_name(bf16: float, names: list[str]) -> None:
     assert [peak_flops(name, "bf16") for name in names] == [bf16 * 1e12 or None] * len(names)
-
-
-def test_peaks_of_other_modes() -> None:
-    assert peak_flops("Tesla V100-SXM2-32GB", "fp16") == 125e12
-    assert peak_flops("Tesla T4", "tf32") is None
-    assert peak_flops("NVIDIA H200", "tf32") == 494.7e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") is None
 
 
 def test_the_garbage_collector_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

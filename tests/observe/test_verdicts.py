@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.slowdown import bases, gpu, record
-from tests.slowdown.cases import FIRST
-from tests.slowdown.run import execute
+from benchmarks.slowdowns import bases, gpu, record
+from benchmarks.slowdowns.cases import FIRST
+from benchmarks.slowdowns.run import execute
 from trainer.config.training import CheckpointConfig, EvaluationConfig
 from trainer.observe.advice import host_clock
 from trainer.observe.diagnosis import Facts, diagnose_run, fewer_checkpoints, fewer_evaluations

@@ -60,7 +60,7 @@ _ANY: dict[str, list[Any]] = {
     "parallel.sync_batchnorm": [False, True],
     "anomaly.nonfinite": ["stop", "skip", "off"],
     "log.every": [1, 1, 2, 5],
-    "log.to": [["jsonl"], ["jsonl", "csv"], ["jsonl", "tensorboard"]],
+    "log.to": [["jsonl"], ["jsonl"], ["jsonl", "tensorboard"]],
     "checkpoint.every": [0, 1, 3, 4],
     "checkpoint.minutes": [0],
     "checkpoint.keep": [1, 3],
@@ -176,7 +176,7 @@ _WEIGHTS: dict[str, Any] = {
 }  # of classes, by kind
 
 _FORMATS = {
-    "images": ["safetensors", "onnx", "torch-export", "torchscript"],
+    "images": ["safetensors", "onnx", "torch-export", "torch-export"],
     "language": ["safetensors", "torch-export"],
     "conversations": ["safetensors", "transformers", "peft"],
     "spoiled": ["safetensors", "onnx"],

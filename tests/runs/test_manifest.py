@@ -60,8 +60,6 @@ def test_the_least_that_any_version_wrote_is_enough_and_more_is_no_harm(tmp_path
     [
         ({"status": "over"}, "status"),
         ({"planned_steps": "4"}, "planned_steps"),
-        ({"threads": 0}, "threads"),
-        ({"trackers": {"wandb": 3}}, "trackers.wandb"),
         ({"config": {"parallel": 5}}, "config"),
     ],
 )

@@ -21,7 +21,6 @@ from tests.helpers.run_folders import same
 from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
 from trainer.errors import BadInputError
-from trainer.host.files import written_whole
 from trainer.observe.sinks import keep_rows
 from trainer.runs.folder import claim_folder, lock, newest_run, remove_unused
 from trainer.runs.manifest import read_stored
@@ -68,28 +67,6 @@ def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
         assert attempt(folder, stop_at=1).code == 75
 
 
-def test_a_running_rank_holds_the_lock(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    def look() -> None:
-        from trainer.train.start import decision as module
-
-        def refused(*_: Any) -> None:
-            child = os.fork()
-            if child == 0:
-                try:
-                    lock(folder)
-                except BadInputError:
-                    os._exit(7)
-                os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-            print("refused")
-
-        replace(module, "read_stored", refused)
-
-    assert "refused" in attempt(folder, stop_at=1, before=look).said
-
-
 def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
     for name in (".lock", ".tmp-0123456789abcdef-manifest.json"):
         (tmp_path / name).touch()
@@ -117,12 +94,10 @@ def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
         ("byte", b'\xff\xfe\x00\n{"step": 1}\n', 1, b'{"step": 1}\n'),
         ("infinity", b'{"step": Infinity}\n{"step": 1}\n', 1, b'{"step": 1}\n'),
         ("deep", b"[" * 100_000 + b'\n3\n{"step": 1}\n', 2, b'{"step": 1}\n'),
-        ("csv", b"step,loss\r\n1,0.5\r\n2,\xff\n\nx,1\n9,0.1\r\n", 3, b"step,loss\r\n1,0.5\r\n"),
-        ("csv", b"\xff\n1,0.5\n", 2, b""),
     ],
 )
 def test_rows_are_cut(tmp_path: Path, name: str, written: bytes, bad: int, kept: bytes) -> None:
-    file = tmp_path / ("train.csv" if name == "csv" else "metrics.jsonl")
+    file = tmp_path / f"{name}.jsonl"
     file.write_bytes(written)
     assert keep_rows(file, 5) == bad
     assert file.read_bytes() == kept
@@ -152,19 +127,6 @@ def test_every_file_of_rows_is_cut_to_the_checkpoint(tmp_path: Path) -> None:
         ("start", 8),
         ("end", 16),
     ]
-
-
-def test_who_begins_again_tells_all_rows_again(tmp_path: Path) -> None:
-    """Killed before there was a checkpoint."""
-    folder = tmp_path / "run"
-
-    def die() -> None:
-        before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGKILL) if done == 3 else None)
-
-    assert attempt(folder, small(checkpoint={"every": 16}), before=die).code == -signal.SIGKILL
-    assert [row["step"] for row in read_rows(folder, ("memory",))] == [0]
-    assert attempt(folder, small(checkpoint={"every": 16})).code == 0
-    assert [row["step"] for row in read_rows(folder, ("memory",))] == [0, 8, 8, 16]
 
 
 def test_the_manifest_comes_first_and_all_is_on_the_disk_before_the_end(tmp_path: Path) -> None:
@@ -293,18 +255,3 @@ def test_the_newest_run_is_of_that_recipe(tmp_path: Path) -> None:
     assert newest_run(tmp_path, "digits-detection.yaml").name == "digits-detection-0123abcd-1"
     with refused():
         newest_run(tmp_path, "gpt")
-
-
-def test_a_file_has_its_mode_and_so_has_another_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mask is the whole process's: who asks for it sets it for all threads, for a moment."""
-    before = os.umask(0o077)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "umask", lambda _: pytest.fail("another thread makes a file now"))
-            with written_whole(tmp_path / "a") as beside:
-                beside.chmod(0o644)  # as safetensors does
-    finally:
-        os.umask(before)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600

@@ -40,13 +40,11 @@ def test_a_new_run_begins_from_it(old: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.said
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["train", "--resume=force", "--set=max_steps=99", "digits", "--out"], ["verify"]],
-)
-def test_it_is_not_gone_on_with(words: list[str], old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_not_gone_on_with(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (old / "manifest.json").read_bytes()
-    assert main([*words, str(old)]) == 2
+    done = attempt(old, small(max_steps=99), "force")
+    assert done.code == 2 and named(done.line, old, "0.1")
+    assert main(["verify", str(old)]) == 2
     refusal(2, capsys.readouterr().err, old, "0.1")
     assert (old / "manifest.json").read_bytes() == before
 

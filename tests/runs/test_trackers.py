@@ -5,37 +5,33 @@ import contextlib
 import http.server
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
-from urllib.parse import urlencode
-from urllib.request import urlopen
 
 import pytest
 
 from tests.chaos import ending
-from tests.helpers import plugged, preloaded
+from tests.helpers import plugged
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.plugged import patiently, waiting
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import before_each_step_ends
-from tests.helpers.waiting import SECONDS, until, until_gone
+from tests.helpers.waiting import SECONDS, until
 from trainer.config.redact import redact_text
 from trainer.config.section import validated
 from trainer.config.training import LogConfig
 from trainer.errors import EXIT_REQUEUE, BadInputError
-from trainer.runs.tracking import feed, tracker
+from trainer.runs.tracking import feed
 from trainer.runs.tracking.tracker import check_reachable, metrics_of
 from trainer.train import outputs
 from trainer.train.components.task import check_request, make_task
@@ -349,111 +345,22 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert [{name: row.get(name) for name in want} for row, want in zip(got, wanted, strict=True)] == wanted
 
 
-# The application that `mlflow server` runs, in one process: quicker to start, and gone when it is killed.
-SERVER = dedent("""
-    import sys
-    from mlflow.server import app
-    from werkzeug.serving import make_server
-    server = make_server("127.0.0.1", 0, app, threaded=True)
-    print(server.port, flush=True)
-    server.serve_forever()
-""")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A tracking server on this machine: its address and its process."""
-    for module in ("mlflow", "sqlalchemy", "alembic", "flask"):
-        pytest.importorskip(module, reason=f"{module} is not installed")
-    store = str(tmp_path / "server")
-    environment = {
-        **os.environ,
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "_MLFLOW_SERVER_FILE_STORE": store,
-        "_MLFLOW_SERVER_ARTIFACT_ROOT": store,
-    }
-    with (
-        (tmp_path / "server.log").open("w") as log,
-        subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-        ) as process,
-    ):
-        assert process.stdout is not None
-        port = process.stdout.readline().strip()
-        assert port, (tmp_path / "server.log").read_text()[-2000:]
-        yield f"http://127.0.0.1:{port}", process
-        process.kill()
-
-
-@pytest.mark.slow  # the server imports for ten seconds
-@pytest.mark.usefixtures("alone")
-def test_mlflow_server(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One run at the server for a run that was stopped; then the server dies in the middle of another run."""
-    address, process = server
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-
-    def ask(what: str, **words: str) -> Any:
-        with urlopen(f"{address}/api/2.0/mlflow/{what}?{urlencode(words)}", timeout=60) as answer:
-            return json.load(answer)
-
-    run = tmp_path / "run"
-    recipe = small(**logged("mlflow"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}")
-    assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
-    (id_,) = manifest(run)["trackers"].values()
-    assert ask("runs/get", run_id=id_)["run"]["info"]["status"] == "KILLED"
-    done = attempt(run, recipe, before=patiently)
-    assert done.code == 0, done.said
-    assert f"mlflow       run {id_} of {address}" in done.said
-    assert manifest(run)["trackers"] == {"mlflow": id_}
-    there = ask("runs/get", run_id=id_)["run"]
-    assert (there["info"]["status"], there["info"]["run_name"]) == ("FINISHED", "run")
-    params = {one["key"]: one["value"] for one in there["data"]["params"]}
-    assert (params["about"], params["optim.lr"]) == ("AWS_SECRET_ACCESS_KEY=***", "0.001")
-    tags = {one["key"]: one["value"] for one in there["data"]["tags"]}
-    assert tags["trainer.run_id"] == manifest(run)["run_id"]
-    for kind in ("train", "eval"):
-        history = ask("metrics/get-history", run_id=id_, metric_key=f"{kind}/loss")["metrics"]
-        wanted = [(row["step"], row["loss"]) for row in read_rows(run, (kind,))]
-        assert [(one["step"], one["value"]) for one in history] == wanted
-
-    def die(done: int) -> None:
-        if done == 9:
-            until((other / "trackers/mlflow.json").exists, seconds=60)  # a row has arrived
-            os.kill(process.pid, signal.SIGKILL)  # it is no child of this fork
-            until_gone(process.pid)
-
-    other = tmp_path / "other"
-
-    def before() -> None:
-        patiently()
-        before_each_step_ends(die)
-
-    lost = attempt(other, small(**logged("mlflow")), before=before)
-    assert lost.code == 0, lost.said
-    assert lost.said.count("trainer: mlflow: ") == 2, lost.said
-    assert "records didn't reach it" in lost.said
-    assert manifest(other)["status"] == "finished"
-
-
 @pytest.mark.usefixtures("alone")
 def test_mlflow_gets_the_records_at_once_or_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the run folder; then by the example's program, to another store."""
-    if find_spec("mlflow") is None:
-        pytest.skip("mlflow is not installed")
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
     run = tmp_path / "run"
     done = attempt(run, small(**logged("mlflow")), before=patiently)
     assert done.code == 0, done.said
     (id_,) = manifest(run)["trackers"].values()
+    wanted = [(row["step"], row["loss"]) for row in read_rows(run, ("train",))]
     (run / "manifest.json").write_text(json.dumps({**manifest(run), "trackers": {}}))
     for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     script = Path(__file__).parents[2] / "examples/send-records/send.py"
-    sent = preloaded.run([sys.executable, str(script), str(run), "mlflow"], cwd=tmp_path, env={**os.environ})
-    assert sent.returncode == 0, sent.stderr
-    wanted = [(row["step"], row["loss"]) for row in read_rows(run, ("train",))]
+    monkeypatch.setattr(sys, "argv", [str(script), str(run), "mlflow"])
+    runpy.run_path(str(script), run_name="__main__")
     for place, name in ((run / "mlflow", id_), (tmp_path / "store", "*")):
         (losses,) = place.glob(f"*/{name}/metrics/train/loss")
         got = [line.split()[1:] for line in losses.read_text().splitlines()]
@@ -472,13 +379,6 @@ def test_what_is_neither(name: str) -> None:
 def test_a_name_that_nobody_brings() -> None:
     with refused("watchin", "watching"):
         validated(LogConfig, {"to": ["watchin"]}, "here")
-
-
-def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = small(**logged("wandb"))
-    monkeypatch.setattr(tracker, "find_spec", lambda _: None)
-    with refused("log.to", "wandb", "make"):
-        check_request(recipe, make_task(recipe), 1)
 
 
 @pytest.mark.usefixtures("alone")

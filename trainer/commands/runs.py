@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from trainer.config.redact import redact
 from trainer.config.sizes import MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, reading
 from trainer.host.latest import MANIFEST, RUNS, run_path
-from trainer.observe.console import warn
+from trainer.observe.console import progress_bar, warn
 from trainer.observe.text import age, number, rough_size, table, without_controls
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _show_run(run: Path, folder: Path, as_json: bool) -> int:
+    from trainer.checkpoint.folder import quietly
     from trainer.checkpoint.store import listing
     from trainer.runs.folder import read_json
     from trainer.runs.manifest import check_format
@@ -99,22 +100,19 @@ def _show_run(run: Path, folder: Path, as_json: bool) -> int:
     found, odd = _read_all([run] if (run / MANIFEST).is_file() else [], quiet=as_json)
     with reading(run):
         size = sum(entry.size for entry in listing(folder))
-        started = time.monotonic()
-        with _progress(size) as advance:
+        shown = progress_bar("verifying", size) if sys.stderr.isatty() else contextlib.nullcontext(quietly)
+        with shown as advance:
             entries = [_of_this_run(run, one) for one in listing(folder, verify=True, advance=advance)]
-        seconds = time.monotonic() - started
     good = next((entry for entry in entries if entry.problem is None), None)
-    speed = sum(entry.size for entry in entries) / seconds / 1e6
     if as_json:
-        shown = {
+        told = {
             **_for_programs(found, odd),
             "checkpoints": [{**entry._asdict(), "path": str(entry.path)} for entry in entries],
             "newest_good": str(good.path) if good else None,
-            "mb_per_second": round(speed, 1),
         }
-        print(json.dumps(shown, indent=1))
+        print(json.dumps(told, indent=1))
     else:
-        lines = [*_table(found), *checkpoint_lines(run, entries, good, speed)]
+        lines = [*_table(found), *checkpoint_lines(run, entries, good)]
         print("\n".join(without_controls(line.replace("\n", "\\n")) for line in lines))
     return EXIT_FAILED if any(entry.problem for entry in entries) else EXIT_DONE
 
@@ -133,31 +131,13 @@ def _of_this_run(run: Path, entry: Entry) -> Entry:
     return entry._replace(problem=manifest.foreign(read_state(entry.path)))
 
 
-@contextlib.contextmanager
-def _progress(size: int) -> Iterator[Callable[[int], object]]:
-    """Shows a progress bar over bytes on a terminal, removed at the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    from trainer.checkpoint.folder import quietly
-
-    if not sys.stderr.isatty():
-        yield quietly
-        return
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task("", total=size)
-        yield lambda count: bar.advance(task, count)
-
-
-def checkpoint_lines(run: Path, entries: Sequence[Entry], good: Entry | None, speed: float) -> Iterator[str]:
+def checkpoint_lines(run: Path, entries: Sequence[Entry], good: Entry | None) -> Iterator[str]:
     """Yields the lines of a run's checkpoints.
 
     Args:
         run: The run folder.
         entries: Its checkpoints, verified.
         good: The newest good one.
-        speed: Megabytes that were verified per second.
     """
     if not entries:
         yield f"{run}: no checkpoints"
@@ -166,8 +146,6 @@ def checkpoint_lines(run: Path, entries: Sequence[Entry], good: Entry | None, sp
     for entry in entries:
         old, size = age(time.time() - entry.time), f"{entry.size / MIB:,.1f} MiB"
         yield f"{entry.step:>10}  {old:>8}  {size:>10}  {entry.problem or 'good'}"
-    if speed:
-        yield f"verified at {f'{speed:,.0f}' if speed >= 10 else f'{speed:.2g}'} MB/s"
     yield (
         f"newest good: step {good.step} ({good.path})"
         if good
@@ -262,7 +240,8 @@ def _measured(folder: Path) -> tuple[str, float | None, int]:
     """Returns the first metric of the evaluations other than the loss, its best value, and the last step."""
     from trainer.observe.rows import OWN
     from trainer.runs.folder import read_rows
-    from trainer.runs.report.figures import is_number, more_is_better
+    from trainer.runs.report.figures import more_is_better
+    from trainer.runs.report.thin import is_number
 
     metric, best, step = "", None, 0
     for row in read_rows(folder, "eval"):

@@ -30,7 +30,6 @@ class SinkKind(NamedTuple):
 
 SINKS = {
     "jsonl": SinkKind("trainer.observe.sinks:jsonl_sink", "a JSON object a line"),
-    "csv": SinkKind("trainer.observe.sinks:csv_sink", "tables for spreadsheets"),
     "tensorboard": SinkKind("trainer.observe.sinks:tensorboard_sink", folder="tensorboard"),
     "wandb": SinkKind(
         "trainer.runs.tracking.to_wandb:ToWandb",

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from trainer.errors import BadInputError
-
 ModelTensors = Sequence[torch.Tensor]
 
 INSTALL_ONNX = "pip install onnx onnxscript onnxruntime, or make venv GROUPS='train dev'"
@@ -84,30 +82,6 @@ def write_onnx(model: nn.Module, inputs: ModelTensors, folder: Path) -> Path:
             **(new if is_new else old),
         )
     return file
-
-
-def write_torchscript(model: nn.Module, inputs: ModelTensors, folder: Path) -> Path:
-    """Writes a frozen TorchScript trace, for C++ and for programs that can't load torch.export's archives.
-
-    Raises:
-        BadInputError: If this torch has no TorchScript any more.
-    """
-    file = folder / "model.ts"
-    with quiet():
-        _save(partial(torch.jit.save, frozen_trace(model, inputs)), file)
-    return file
-
-
-def frozen_trace(model: nn.Module, inputs: ModelTensors) -> torch.jit.ScriptModule:
-    """Traces a model by TorchScript and freezes its weights as constants, which also folds BatchNorm.
-
-    Raises:
-        BadInputError: If this torch has no TorchScript any more.
-    """
-    if not hasattr(torch, "jit") or not hasattr(torch.jit, "freeze"):
-        raise BadInputError(f"torch {torch.__version__} has no TorchScript any more: use --to torch-export")
-    traced = torch.jit.trace(model, tuple(inputs), check_trace=False)
-    return torch.jit.freeze(traced)  # type: ignore[no-any-return]
 
 
 def _save(save: Callable[[io.BytesIO], object], file: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from trainer.host.processes import queued_ns
 from trainer.observe.diagnosis import Facts, Verdict, diagnose, diagnose_run, merge
 from trainer.observe.flops import Count
-from trainer.observe.leak import Trends
 from trainer.observe.log import Logged, Row, Sink
 from trainer.observe.phases import PHASE_TIMER
 
@@ -31,7 +30,7 @@ class Advisor:
     ) -> None:
         """Begins without a verdict; `logged` has sums of earlier attempts, if there are any."""
         self._begun = False
-        self._price, self._trends = price_per_hour, Trends()
+        self._price = price_per_hour
         self._facts, self._count, self._tell = facts, count, tell
         self._rows = (logged or Logged()).rows
         self._before: list[str] = []
@@ -49,7 +48,6 @@ class Advisor:
             return
         if len(self._rows) > _MOST_ROWS:
             self._rows[:] = [merge(self._rows)]
-        self._trends(row)
         if self._facts.profiled:
             return
         verdict = diagnose(row, self._known())
@@ -67,9 +65,6 @@ class Advisor:
             return None
         self._rows.append(rest)
         verdict = diagnose_run(merge(self._rows), self._known())
-        limit = self._facts.memory_bytes
-        for line in self._trends.lines({"memory/rss_bytes": limit} if limit else {}):
-            self._tell(_row(Verdict("leak", 0.0, line), step, final=False))
         self._tell(_row(verdict, step, final=True))
         return verdict
 

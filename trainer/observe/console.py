@@ -13,8 +13,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
 from trainer.observe.text import duration, seconds_left, without_controls
@@ -193,58 +193,12 @@ class ProgressBar:
         else:
             self._bar.console.print(redact_text(line), highlight=False, markup=False, soft_wrap=True)
 
-    def table(
-        self,
-        heads: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        right: Collection[int] = (),
-        last_is_total: bool = False,
-    ) -> None:
-        """Prints a table: as rich draws it above the bar, or as lines.
-
-        Args:
-            right: Columns of figures.
-            last_is_total: Whether a line separates the last row.
-        """
-        if self._bar is None:
-            for line in aligned([heads, *rows], right):
-                say(f"  {line}")
-            return
-        from rich import box
-        from rich.table import Table
-
-        drawn = Table(box=box.SIMPLE_HEAD)
-        for number, head in enumerate(heads):
-            drawn.add_column(head, justify="right" if number in right else "left")
-        for number, row in enumerate(rows, 1):
-            drawn.add_row(*map(_as_text, row), end_section=last_is_total and number == len(rows) - 1)
-        self._bar.console.print(drawn)
-
     def close(self) -> None:
         """Leaves the bar as far as the run came."""
         if self._bar is not None:
             self._draw(self._bar)
             self._bar.stop()
             self._bar = None
-
-
-def _as_text(cell: str) -> Any:
-    from rich.text import Text  # names have brackets, which rich would take for its own
-
-    return Text(redact_text(cell))
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows as lines whose columns stand below each other; those in `right` end there."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _figures(row: Mapping[str, float | int | str]) -> list[str]:
@@ -293,18 +247,3 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
         tell(f"{label}: {done * 100 // total} %")
 
     yield advance
-
-
-@contextlib.contextmanager
-def staged() -> Iterator[Callable[[str], object]]:
-    """Yields a function that takes the name of each phase as it begins: draws a clock, or prints a line."""
-    if not sys.stderr.isatty() or not _Log.bars or _Log.as_json:
-        yield tell
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda stage: bar.update(task, description=stage)

@@ -36,7 +36,6 @@ class Facts:
         remote: Whether the data comes over the network.
         decodes: Whether samples are decoded, so that `trainer data pack` makes them cheaper.
         waits: "file:line" of what makes the model wait for the device, or "".
-        memory_bytes: That the host's part of the job may use, or None where nothing limits it.
         profiled: Whether a profiler looks on, whose own cost is in every time.
         fewer_checkpoints: What makes them cheaper in this configuration, see `fewer_checkpoints`.
         fewer_evaluations: Likewise for evaluations.
@@ -52,7 +51,6 @@ class Facts:
     remote: bool = False
     decodes: bool = False
     waits: str = ""
-    memory_bytes: float | None = None
     profiled: bool = False
     fewer_checkpoints: str = "raise checkpoint.every, or use a faster disk"
     fewer_evaluations: str = "raise evaluation.every"

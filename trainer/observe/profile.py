@@ -10,11 +10,10 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,13 +21,13 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from trainer.host.files import own_folder, written_whole
 from trainer.observe.phases import PHASE_TIMER, Phase
+from trainer.observe.text import table
 
 ProfileKind = Literal["torch", "nvtx"]
 
 TRACE = Path("profile") / "rank0.pt.trace.json.gz"
 _ROWS = 20
 _MODULE, _PHASE, _STEP = "module/", "phase/", "ProfilerStep"
-_BACKWARD = "autograd::engine::evaluate_function: "
 
 
 class Profile:
@@ -127,14 +126,28 @@ class Profile:
                 profiler.export_chrome_trace(str(beside))
         except (OSError, RuntimeError) as error:
             written = f"no trace could be written to {trace}: {error}"
-        # Kernels have entries of their own, and are also counted with the operators that start them.
-        events = [event for event in profiler.events() or () if event.device_type.name == "CPU"]
-        on_device = self._device.type == "cuda"
-        names = dict(self._model.named_modules())
-        tables = [_operators(events, on_device)]
-        if self._modules:
-            tables.append(_by_module(events, on_device, names))
-        self._text = "\n\n".join([*tables, written])
+        self._text = f"{_tables(profiler, self._device.type)}\n\n{written}"
+
+
+def _tables(profiler: profile, device: str) -> str:
+    """Formats the operators with the most time of their own, and the modules by the time of their forward."""
+    events = [event for event in profiler.key_averages() if not event.key.startswith((_PHASE, _STEP))]
+    on_gpu = device == "cuda"
+    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    whole = "device_time_total" if on_gpu else "cpu_time_total"
+    kinds = (
+        (f"operator, {device}", own, [event for event in events if not event.key.startswith(_MODULE)]),
+        (f"module, forward, {device}", whole, [event for event in events if event.key.startswith(_MODULE)]),
+    )
+    tables = []
+    for title, attribute, found in kinds:
+        times = {event.key.removeprefix(_MODULE): (event.count, getattr(event, attribute)) for event in found}
+        total = sum(us for _, us in times.values()) or 1.0
+        most = sorted(times.items(), key=lambda item: -item[1][1])[:_ROWS]
+        rows = [(name, f"{calls:,}", f"{us / 1e3:,.2f}", f"{us / total:.1%}") for name, (calls, us) in most]
+        if rows:
+            tables.append(table((title, "calls", "ms", "share"), rows))
+    return "\n\n".join(tables)
 
 
 def _frames_compiled() -> int:
@@ -221,91 +234,3 @@ class _Ranges(contextlib.AbstractContextManager["_Ranges"]):
 
     def _leave(self, *_: object) -> None:
         self._calls.open.pop().__exit__(None, None, None)
-
-
-class _Row(NamedTuple):
-    name: str
-    calls: int
-    figures: tuple[float, ...]  # microseconds
-
-
-def _operators(events: Iterable[Any], on_device: bool) -> str:
-    """Makes the table of operators with the most time of their own, on the device or else on the host."""
-    calls: dict[str, int] = defaultdict(int)
-    host: dict[str, float] = defaultdict(float)
-    device: dict[str, float] = defaultdict(float)
-    for event in events:
-        if not event.name.startswith((_MODULE, _PHASE, _STEP)):
-            calls[event.name] += 1
-            host[event.name] += event.self_cpu_time_total
-            device[event.name] += _kernels(event)
-    rows = [_Row(name, calls[name], (host[name], device[name])[: 1 + on_device]) for name in calls]
-    return _table("operator (without what it calls)", ("host ms", "device ms")[: 1 + on_device], rows)
-
-
-def _by_module(events: list[Any], on_device: bool, modules: dict[str, nn.Module]) -> str:
-    """Makes the table of time by module, including calls; backward counts for the module of its forward.
-
-    The profiler numbers autograd's nodes: a node's backward has the sequence number of the operator that made
-    it, the last one with that number.
-    """
-    made_by: dict[int, Any] = {}
-    calls: dict[str, int] = defaultdict(int)
-    forward: dict[str, float] = defaultdict(float)
-    backward: dict[str, float] = defaultdict(float)
-
-    def time_of(event: Any) -> float:
-        return _kernels(event, inside=True) if on_device else float(event.cpu_time_total)
-
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        if event.name.startswith(_MODULE):
-            calls[event.name] += 1
-            forward[event.name] += time_of(event)
-        elif event.sequence_nr >= 0 and not _is_backward(event):
-            made_by[event.sequence_nr] = event
-    for event in events:
-        if event.name.startswith(_BACKWARD) and event.sequence_nr in made_by:
-            for name in set(_around(made_by[event.sequence_nr], _MODULE)):
-                backward[name] += time_of(event)
-    rows = []
-    for name, count in calls.items():
-        plain = name.removeprefix(_MODULE)
-        figures = (forward[name] + backward[name], forward[name], backward[name])
-        rows.append(_Row(f"{plain} ({type(modules[plain]).__name__})", count, figures))
-    what = "device" if on_device else "host"
-    return _table("module (with what it calls)", (f"{what} ms", "forward", "backward"), rows)
-
-
-def _kernels(event: Any, inside: bool = False) -> float:
-    """Returns device microseconds of an operator's own kernels, or of all that it called (`inside`)."""
-    # A range comes as a kernel of its own name as well, as long as all those in it together.
-    own = float(sum(kernel.duration for kernel in event.kernels if kernel.name != event.name))
-    return own + sum(_kernels(child, True) for child in event.cpu_children) if inside else own
-
-
-def _is_backward(event: Any) -> bool:
-    return event.name.startswith(_BACKWARD) or bool(_around(event, _BACKWARD))
-
-
-def _around(event: Any, prefix: str) -> list[str]:
-    """Returns the names of enclosing events that begin with a prefix."""
-    found = []
-    while (event := event.cpu_parent) is not None:
-        if event.name.startswith(prefix):
-            found.append(event.name)
-    return found
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[_Row]) -> str:
-    """Formats rows, largest first: by the last column for operators, by the first for modules."""
-    by = -1 if columns[-1] == "device ms" else 0
-    total = sum(row.figures[by] for row in rows) or 1.0
-    rows = sorted(rows, key=lambda row: -row.figures[by])[:_ROWS]
-    width = max([len(title), *(min(len(row.name), 60) for row in rows)])
-    lines = [f"{title:<{width}}  {'calls':>7}" + "".join(f"  {column:>9}" for column in columns)]
-    lines[0] += "" if "backward" in columns else f"  {'share':>6}"
-    for row in rows:
-        name = row.name if len(row.name) <= 60 else row.name[:57] + "..."
-        line = f"{name:<{width}}  {row.calls:>7,}" + "".join(f"  {us / 1e3:>9,.2f}" for us in row.figures)
-        lines.append(line + ("" if "backward" in columns else f"  {row.figures[by] / total:>6.1%}"))
-    return "\n".join(lines)

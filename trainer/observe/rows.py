@@ -14,8 +14,6 @@ FILES = {
     "end": "summary.jsonl",
 }
 
-TABLES = tuple(f"{kind}.csv" for kind in FILES)  # with csv in log.to
-
 PICTURES = "pictures"  # in a run folder: what rows of kind "hook" name by its path from there
 
 # What rows say of themselves, and trackers of rows; the beginnings of figures that a run adds to its metrics.

@@ -1,17 +1,13 @@
-"""Sinks of metrics records: JSON lines, CSV tables, TensorBoard."""
+"""Sinks of metrics records: JSON lines, TensorBoard."""
 
 import contextlib
-import csv
-import io
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -72,108 +68,27 @@ def keep_rows(file: Path, step: int) -> int:
     """
     if not os.path.lexists(file):
         return 0
-    done, unreadable = _step_in_json, 0
+    unreadable = 0
     # Line by line: a long run has gigabytes of them.
     with written_whole(file, lasting=False) as beside, beside.open("wb") as kept:
-        lines: Iterator[bytes] = (line for line in lines_inside(file) if line.endswith(b"\n"))
-        if file.suffix == ".csv":
-            lines = _joined(lines)
-            header = next(lines, b"")
-            column = _cells(header).index("step") if "step" in _cells(header) else -1
-            if column >= 0:
-                kept.write(header)
-            elif header:
-                lines = chain([header], lines)
-            done = partial(_step_in_table, column)
-        for line in lines:
-            at = done(line)
+        for line in (one for one in lines_inside(file) if one.endswith(b"\n")):
+            at = _step_of(line)
             unreadable += at is None
             if at is not None and at <= step and step:
                 kept.write(line)
     return unreadable
 
 
-def _step_in_json(line: bytes) -> int | None:
+def _step_of(line: bytes) -> int | None:
     try:
         row = strict_json.parse(line)
         step = row["step"]
-        if (
-            row.get("kind") == "end"
-        ):  # goes: the attempt that repeats the end or extends the run writes its own
+        # Goes: the attempt that repeats the end or extends the run writes its own.
+        if row.get("kind") == "end":
             return sys.maxsize
     except (ValueError, KeyError, TypeError, IndexError):
         return None
     return step if isinstance(step, int) else None
-
-
-def _step_in_table(column: int, line: bytes) -> int | None:
-    try:
-        return int(_cells(line)[column]) if column >= 0 else None
-    except (ValueError, IndexError):
-        return None
-
-
-def _joined(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yields the rows of a table: a quoted cell, such as an answer, may hold ends of lines."""
-    row, quotes = list[bytes](), 0
-    for line in lines:
-        row.append(line)
-        quotes += line.count(b'"')
-        if quotes % 2 == 0:
-            yield b"".join(row)
-            row.clear()
-    yield from row  # after a quote that nothing closes
-
-
-def _cells(row: bytes) -> list[str]:
-    """Splits a row of a table; [] if it isn't one. A name that holds a comma is quoted."""
-    try:
-        return next(csv.reader(io.StringIO(row.decode(), newline=""), strict=True), [])
-    except (UnicodeDecodeError, csv.Error):
-        return []
-
-
-def csv_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:  # noqa: ARG001
-    """Writes a table for each kind of record: train.csv, eval.csv, end.csv, for spreadsheets.
-
-    A column that comes later is empty in the rows before it.
-    """
-    columns: dict[str, list[str]] = {}
-
-    def write(row: Row) -> None:
-        kind = str(row["kind"])
-        path = folder / f"{kind}.csv"
-        if kind not in columns:
-            columns[kind] = _header(path)
-        known = columns[kind]
-        new = [name for name in row if name not in known and name != "kind"]
-        if new:
-            earlier = _rows_of(path) if known else []
-            known.extend(new)
-            with (
-                written_whole(path, lasting=False) as beside,
-                beside.open("w", encoding="utf-8", newline="") as file,
-            ):
-                table = csv.DictWriter(file, known)
-                table.writeheader()
-                table.writerows(earlier)
-        number = open_own(path, os.O_WRONLY | os.O_APPEND)
-        with os.fdopen(number, "a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, known, extrasaction="ignore").writerow(row)
-
-    return write, columns.clear
-
-
-def _header(path: Path) -> list[str]:
-    if not os.path.lexists(path):
-        return []
-    with os.fdopen(open_own(path, os.O_RDONLY), newline="") as file:
-        return next(csv.reader(file), [])
-
-
-def _rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:

@@ -11,8 +11,6 @@ from trainer.observe.rows import FILES
 
 # Files that rank 0 alone writes, so that they are complete when a status is written.
 _ROWS = (*FILES.values(), "checksums.jsonl", "anomalies.jsonl")
-_ALONE = ("answers", "memory", "hook", "verdict")
-_SHOWN_ALONE = [*(FILES[kind] for kind in _ALONE), "anomalies.jsonl"]  # in no other
 
 
 def hashes_of_rows(folder: Path) -> dict[str, str]:
@@ -48,24 +46,3 @@ def altered_rows(folder: Path, facts: Mapping[str, Any]) -> list[str]:
         except OSError as error:
             lines.append(f"{name} can't be read ({error.strerror})")
     return lines
-
-
-def unhashed_rows(folder: Path, facts: Mapping[str, Any]) -> str:
-    """Returns a line on files without a hash whose records no other file holds; "" if there are none."""
-    hashes = facts.get("rows")
-    known = hashes if isinstance(hashes, dict) else {}
-    some = [name for name in _SHOWN_ALONE if name not in known and _holds_something(folder / name)]
-    if not some:
-        return ""
-    why = (
-        "it still trains, or was killed"
-        if facts.get("status") == "running"
-        else "there is none in manifest.json"
-    )
-    return f"{folder}: whether {', '.join(some)} was changed isn't known: the run wrote no hash of it ({why})"
-
-
-def _holds_something(file: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return file.lstat().st_size > 0
-    return False

@@ -34,7 +34,7 @@ from trainer.host.files import (
 )
 from trainer.launch.nodes import LOGS
 from trainer.observe.console import warn
-from trainer.observe.rows import FILES, PICTURES, TABLES
+from trainer.observe.rows import FILES, PICTURES
 
 _LOCK = ".lock"
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
@@ -43,7 +43,7 @@ KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it be
 # Files of a start that was killed before there was a manifest.
 _LEFTOVERS = {_LOCK, LOGS, TOKEN, KEPT}
 _FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
-_ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl", *TABLES)
+_ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 
 def newest_run(root: Path, recipe: str) -> Path:

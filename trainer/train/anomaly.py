@@ -226,17 +226,6 @@ def first_stop(anomalies: list[dict[str, Any]]) -> int | None:
     return next((index for index, anomaly in enumerate(anomalies) if anomaly["policy"] == "stop"), None)
 
 
-def ending_at(config: dict[str, Any], anomaly: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration that stops where an anomaly comes again, and names the first module with it."""
-    policies = {**config.get("anomaly", {}), "most": 1 << 30}
-    if policies.get(anomaly["kind"]) != "skip":
-        policies[anomaly["kind"]] = "stop"
-    # The modules can be watched only where they run one by one.
-    eager = config.get("compile", {}).get("mode", "none") == "none"
-    precision = {**config.get("precision", {}), "debug": eager and anomaly["kind"] == "nonfinite"}
-    return {**config, "anomaly": policies, "precision": precision}
-
-
 def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
     """Returns the epochs and samples of a step."""
     epoch, sample, weight = plan.read(np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches))

@@ -1,18 +1,17 @@
 """Model of a run: rebuilt from its manifest, with the weights that its evaluation measured."""
 
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from trainer.checkpoint import CHECKPOINTS
-from trainer.checkpoint.folder import Damaged, Unreadable, look_up, odd_weights, read, read_weights, stored_in
-from trainer.checkpoint.store import listing, newest_good
+from trainer.checkpoint.folder import Damaged, Unreadable, odd_weights, read, read_weights
+from trainer.checkpoint.store import newest_good
 from trainer.config.model import LoraConfig
 from trainer.config.own_code import refuse_unnamed
 from trainer.config.recipe import Recipe
@@ -34,7 +33,6 @@ from trainer.runs.folder import MANIFEST, checkpoints_of
 from trainer.runs.manifest import FORMAT, Manifest, RunFolder, read_run
 from trainer.tasks import Task
 from trainer.train.components.checkpoint_choice import chosen_checkpoint
-from trainer.train.components.operations import shapes_only
 from trainer.train.components.task import make_task, more_sets, refuse_other_task
 from trainer.train.provenance import file_hash
 
@@ -111,57 +109,6 @@ def open_run(
     source = _load_weights(model, run, name, checkpoint)
     _warn_of_changes(run)
     return OpenedRun(folder, run.manifest, recipe, task, model, source)
-
-
-def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolder, str, dict[str, Any]]:
-    """Finds the weights that `open_run` loads, and gives them unread.
-
-    Hashes are compared here, so every file is read once, in pieces.
-
-    Returns:
-        The run; the source of the weights; and the tensors by name, which are read when they are sliced.
-
-    Raises:
-        BadInputError: As `open_run`; or if LoRA is still to be merged into the weights.
-    """
-    run = read_run(folder)
-    _warn_of_changes(run)
-    recipe = _recipe_of(run, settings)
-    name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
-    if (digest := run.manifest.weights.get(name)) is not None:
-        _check_final(folder / name, digest)
-        try:
-            return run, name, {**stored_in(folder.resolve(), name)}
-        except (OSError, Damaged, Unreadable) as error:
-            raise BadInputError(f"{folder / name}: can't be read ({error}); bring it back") from error
-    if run.manifest.config.get("model", {}).get("lora", {}).get("rank"):
-        raise BadInputError(
-            f"{folder}: what model.lora learned is merged into the weights at the run's end, and not tensor "
-            "by tensor: finish the run, or leave out --streamed"
-        )
-    found, why = None, ""
-    try:
-        for entry in listing(checkpoints_of(folder)):
-            with contextlib.suppress(Damaged):
-                found = look_up(entry.path)
-                if run.manifest.foreign(found.state) is None:
-                    break
-                found = None
-            why = why or f" ({entry.path.name} is damaged, or of another run: trainer runs {folder})"
-    except (OSError, Unreadable) as error:
-        raise BadInputError(f"{folder / CHECKPOINTS}: can't be read ({error}); mend that") from error
-    if found is None:
-        raise BadInputError(f"{folder}: holds no weights yet, nor a good checkpoint{why}; train it")
-    kind = "ema" if recipe.ema.decay and "ema" in found.tensors else "model"
-    tensors: dict[str, Any] = dict(found.tensors["model"])
-    if kind == "ema":
-        # The average has each tied parameter once, under its first name.
-        refuse_other_task(run, task := make_task(recipe))
-        model, first = shapes_only(task), dict[int, str]()
-        for parameter, one in model.named_parameters(remove_duplicate=False):
-            averaged = first.setdefault(id(one), parameter)
-            tensors[parameter] = found.tensors["ema"].get(averaged, tensors[parameter])  # or it is frozen
-    return run, f"{CHECKPOINTS}/{found.path.name}/{kind}.safetensors", tensors
 
 
 def _warn_of_changes(run: RunFolder) -> None:

@@ -340,7 +340,6 @@ def _add_advisor(run: Run, logger: MetricLogger, sources: Sources, profiled: boo
         local_ranks=world.local_size,
         threads=torch.get_num_threads(),
         cpus=limits.cpus,
-        memory_bytes=limits.memory_bytes or None,
         step_samples=recipe.data.global_batch_size,
         micro_batch_size=recipe.data.micro_batch_size,
         remote=is_url(str(recipe.data.path)),

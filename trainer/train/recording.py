@@ -23,7 +23,7 @@ from trainer.models.finetune import plain_state
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, last_names
 from trainer.observe.console import warn
 from trainer.observe.log import Sink
-from trainer.observe.rows import FILES, TABLES
+from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows, opened_to_add
 from trainer.observe.text import enumerated
 from trainer.runs.manifest import Manifest, status_after, update_manifest
@@ -91,7 +91,7 @@ def _begin(folder: Path, manifest: Manifest, step: int) -> None:
     for one in SINKS.values():
         if one.folder and not step:
             shutil.rmtree(folder / one.folder, ignore_errors=True)
-    for file in (folder / name for name in (*FILES.values(), "checksums.jsonl", *TABLES)):
+    for file in (folder / name for name in (*FILES.values(), "checksums.jsonl")):
         if cut := keep_rows(file, step):
             warn(f"{file}: {cut} lines that can't be read were removed")
     update_manifest(folder, manifest)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from trainer.commands.check.exchange import launched
-from trainer.commands.check.faults import BY_NAME
-from trainer.commands.check.self_test import SeenFault, self_test
 from trainer.commands.check.training import BATCH, SAMPLES, STEPS, Subject, open_subject
 from trainer.commands.check.variants import BAD, NAMES, VariantLaunch, VariantRow
 from trainer.commands.check.verdicts import check_all, draws
@@ -114,10 +112,6 @@ def run_check(options: argparse.Namespace) -> int:
     """
     shown = sys.stderr.isatty() and not options.json
     tell = _show_progress if shown else str
-    if options.self_test:
-        return _self_test(options, tell)
-    if options.recipe is None:
-        raise BadInputError("check: give a recipe or a file with a task, or --self-test")
     words = list(options.set)
     if not any(word.startswith("data.micro_batch_size=") for word in words):
         words += [f"data.global_batch_size={BATCH}", f"data.micro_batch_size={BATCH}"]  # or it may be `auto`
@@ -127,38 +121,8 @@ def run_check(options: argparse.Namespace) -> int:
     return EXIT_DONE if report.ok else EXIT_FAILED
 
 
-def _self_test(options: argparse.Namespace, tell: Callable[[str], object]) -> int:
-    """Runs `trainer check --self-test`; returns 0 if all faults are seen, else 1."""
-    if options.recipe is not None or options.set:
-        raise BadInputError("--self-test has tasks of its own: leave out the recipe and --set")
-    for one in options.only:
-        if one not in BY_NAME:
-            raise BadInputError(f"--only {one}: no such fault{nearest(one, BY_NAME)}")
-    found = list[SeenFault]()
-    with _deterministic(tell):
-        for one in self_test(tell, options.only):
-            found.append(one)
-            if not options.json:
-                tell("")
-                print(_fault_line(one), flush=True)
-    missed = [one for one in found if not one.seen]
-    if options.json:
-        print(json.dumps({"ok": not missed, "faults": [asdict(one) for one in found]}, indent=2))
-    else:
-        print(f"  {len(found) - len(missed)} of {len(found)} as they must be")
-    return EXIT_FAILED if missed else EXIT_DONE
-
-
-def _fault_line(one: SeenFault) -> str:
-    """Formats a fault of the self-test."""
-    if not one.fault:
-        return f"  {'-':<26} {'clean' if one.seen else 'FALSE ALARM':<12} {one.what}"
-    by = ", ".join(row.name for row in one.rows if row.verdict in BAD)
-    return f"  {one.fault:<26} {f'seen by {by}' if by else 'MISSED':<24} {one.what}"
-
-
 @contextlib.contextmanager
-def _deterministic(tell: Callable[[str], object]) -> Iterator[None]:
+def deterministic(tell: Callable[[str], object]) -> Iterator[None]:
     """Context with one thread and torch's random state and switches put back."""
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
@@ -186,7 +150,7 @@ def _check(
     here: dict[str, VariantLaunch | str] = {"ranks": launched(2), "fresh": launched(1)}
     if task is not None:
         here = dict.fromkeys(here, _ELSEWHERE)
-    with _deterministic(tell):
+    with deterministic(tell):
         opened = make_task(recipe) if task is None else task
         said = list[str]()
         with _warnings_taken(said):

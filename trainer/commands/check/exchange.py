@@ -3,9 +3,10 @@
 import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -23,12 +24,15 @@ _RANK = "trainer.commands.check.rank"
 _GRACE_SECONDS = 5.0
 
 
-def launched(ranks: int, fault: str = "") -> VariantLaunch:
+def launched(
+    ranks: int, module: str = _RANK, more: Mapping[str, str] = MappingProxyType({})
+) -> VariantLaunch:
     """Starts processes that train variants on so many ranks, one after another, with another hash seed.
 
     Args:
         ranks: Number of processes.
-        fault: Name of a fault that is put into them (`faults`), or "".
+        module: Their module.
+        more: Further entries of their request.
     """
 
     def train(subject: Subject, variants: Sequence[Variant], folder: Path) -> dict[str, Trained]:
@@ -40,14 +44,14 @@ def launched(ranks: int, fault: str = "") -> VariantLaunch:
                 {"name": one.name, "edits": dict(one.edits), "stop_after": one.stop_after} for one in variants
             ],
             "folder": str(folder),
-            "fault": fault,
+            **more,
         }
         local = plan_local_ranks(subject.recipe, None, ranks)
         seed = "1" if os.environ.get("PYTHONHASHSEED", "0") != "1" else "2"
         local = local._replace(environment={**local.environment, "PYTHONHASHSEED": seed})
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
-            code, _ = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=DEVNULL)
+            code, _ = launch(module, request, local, grace_seconds=_GRACE_SECONDS, output=DEVNULL)
         ended = " ".join(errors.getvalue().split())[:300] or "its process left nothing"
         if code != EXIT_BAD_INPUT:  # a refusal is no crash
             ended = f"crash: {ended}"

@@ -14,8 +14,7 @@ rules of the trainer stand here, too:
   evaluation     what training changes so is put back after an evaluation
   items          where the loss says what counts, or in fp16 where samples differ in their items, a loss is
                  divided by the most that a step can have, and gradients are corrected before they are clipped
-The second rule can be left out (`ruled`), and three causes of a difference can be kept from working
-(`still`), so that a reason is found by trying it.
+The second rule can be left out (`ruled`).
 """
 
 import math
@@ -23,16 +22,14 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from trainer.commands.check.alike import draws_alike
 from trainer.commands.check.formulas import freeze, learning_rate, plain_optimizer
 from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
@@ -46,7 +43,6 @@ from trainer.tasks import loss_rows
 StepTensors = dict[
     str, torch.Tensor
 ]  # after a step, by name: loss, lr, updates, scale, model/…, optimizer/…, ema/…, metric/…
-Cause = Literal["batchnorm", "random", "state"]
 
 
 def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
@@ -57,7 +53,6 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     evaluated: Collection[int],
     nudged: bool = False,
     ruled: bool = True,
-    still: Collection[Cause] = (),
     pretend: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[StepTensors]:
     """Trains, and returns a snapshot after each step.
@@ -69,8 +64,6 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         nudged: Whether to round differently: the first weights are moved by one unit in the last place, and
             each gradient is that of a third of the loss, times three.
         ruled: Whether what training changes is put back after an evaluation.
-        still: Causes kept from working: BatchNorm uses its running statistics; random numbers don't depend on
-            how samples are divided; buffers and frozen parameters keep their values.
         pretend: Context of backward passes, in which the task computes in another precision.
     """
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
@@ -113,8 +106,6 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         model.train()
         for part in off:  # what the task's model() has put into evaluation stays so
             part.eval()
-        for part in model.modules() if "batchnorm" in still else ():
-            part.train(part.training and not isinstance(part, _BatchNorm))
         batches = [plain_samples(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
         items: float = max(1, sum(batch.num_items for batch in batches))
         most = items
@@ -132,10 +123,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             torch.default_generator.manual_seed(drawn)
             random.seed(drawn)
             np.random.seed(drawn % 2**32)
-            with (
-                torch.autocast("cpu", mixed) if mixed else nullcontext(),
-                draws_alike() if "random" in still else nullcontext(),
-            ):
+            with torch.autocast("cpu", mixed) if mixed else nullcontext():
                 parts, number = losses(task, model, batch)
             counted += number
             after.append(untrained(model))  # a checkpointed block runs again in the backward pass
@@ -162,7 +150,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         if scaler.get_scale() < scale:  # the gradients overflowed: no update, and nothing moves
             put(model, before)
         else:
-            put(model, before if "state" in still else made)
+            put(model, made)
             moving |= {name for name, tensor in made.items() if not torch.equal(tensor, before[name])}
             updates += 1
             if scheduler is not None:
@@ -182,8 +170,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             kept = {name: p.detach().clone() for name, p in averaged.items()}
             changed = untrained(model) if ruled else {}
             put(model, average)
-            with draws_alike() if "random" in still else nullcontext():
-                now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
+            now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
             put(model, {**kept, **{name: tensor for name, tensor in changed.items() if name in moving}})
         seen.append(now)
     return seen

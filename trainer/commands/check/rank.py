@@ -9,8 +9,12 @@ from typing import Any
 from trainer.launch.worker import Worker
 
 
-def main(request: dict[str, Any]) -> int:
-    """Trains the variants one after another; the first rank writes the result of each to a file."""
+def main(request: dict[str, Any], fault: AbstractContextManager[object] | None = None) -> int:
+    """Trains the variants one after another; the first rank writes the result of each to a file.
+
+    Args:
+        fault: Context of the trainings, which benchmarks/check_faults breaks.
+    """
     rank, folder = int(os.environ["RANK"]), Path(request["folder"])
     os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
 
@@ -21,14 +25,9 @@ def main(request: dict[str, Any]) -> int:
     from trainer.distributed.parallel import joined_world
     from trainer.errors import BadInputError
 
-    fault: AbstractContextManager[object] = nullcontext()
-    if request["fault"]:
-        from trainer.commands.check.faults import BY_NAME
-
-        fault = BY_NAME[request["fault"]].put_in()
     recipe = validated(Recipe, request["recipe"], request["name"])
     subject = open_subject(request["name"], recipe, double=request["double"])
-    with fault, joined_world("cpu", recipe.parallel.timeout_s) as world:
+    with fault or nullcontext(), joined_world("cpu", recipe.parallel.timeout_s) as world:
         for variant in request["variants"]:
             stopped = folder / variant["name"] if variant["stop_after"] else None
             try:

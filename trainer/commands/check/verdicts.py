@@ -18,8 +18,7 @@ from trainer.commands.check.compare import Compared, compare
 from trainer.commands.check.formulas import evaluations
 from trainer.commands.check.happened import Evidence
 from trainer.commands.check.order import odd_order, told_order
-from trainer.commands.check.plain import Cause, StepTensors
-from trainer.commands.check.reasons import reason
+from trainer.commands.check.plain import StepTensors
 from trainer.commands.check.training import STEPS, Edits, Subject, Training, changed, train_steps
 from trainer.commands.check.variants import (
     BAD,
@@ -95,7 +94,6 @@ class Trainings:
         self._folder, self._tell = folder, tell
         self._found = dict[str, tuple[Trained, Subject]]()
         self._references = dict[str, list[StepTensors]]()
-        self._reasons = dict[int, str]()
 
     def row(self, variant: Variant) -> VariantRow:
         """Compares a variant."""
@@ -179,15 +177,14 @@ class Trainings:
         edits: Edits,
         nudged: bool = False,
         ruled: bool = True,
-        still: Collection[Cause] = (),
     ) -> list[StepTensors]:
         recipe = changed(subject.recipe, edits)
         sections = recipe.model_dump(
             mode="json", include={"data", "ema", "precision", "evaluation", "memory"}
         )
-        name = json.dumps([sections, subject.double, nudged, ruled, sorted(still)], sort_keys=True)
+        name = json.dumps([sections, subject.double, nudged, ruled], sort_keys=True)
         if name not in self._references:
-            self._references[name] = train_plainly(subject, edits, nudged, ruled, still)
+            self._references[name] = train_plainly(subject, edits, nudged, ruled)
         return self._references[name]
 
     def _launched(self, subject: Subject, variants: list[Variant]) -> dict[str, Trained]:
@@ -240,7 +237,7 @@ class Trainings:
         count = recipe.data.global_batch_size // recipe.data.micro_batch_size
         wanted = self._reference(subject, plainly)
         if count > 1 and (first := self._compared(subject, wanted, {}).first) is not None:
-            why = self._reason(subject, count, edits)
+            why = f"may be: {'; or '.join(causes(subject))}"
             detail = f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why}"
             return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
         unruled = self._reference(subject, plainly, ruled=False)
@@ -253,15 +250,13 @@ class Trainings:
             return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
         return VariantRow(variant.name, variant.what, "equal", str(compared))
 
-    def _compared(
-        self, subject: Subject, found: list[StepTensors], edits: Edits, still: Collection[Cause] = ()
-    ) -> Compared:
+    def _compared(self, subject: Subject, found: list[StepTensors], edits: Edits) -> Compared:
         """Compares with the plain loop that has these settings; in low precision up to the first update.
 
         From the second update on rounding decides there, but not the number of updates, rate and loss scale.
         """
-        wanted = self._reference(subject, edits, still=still)
-        nudged = self._reference(subject, edits, nudged=True, still=still)
+        wanted = self._reference(subject, edits)
+        nudged = self._reference(subject, edits, nudged=True)
         moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]
         if "precision.mode" not in edits:
             return compare(found, wanted, nudged, subject.eps, moved=moved)
@@ -273,22 +268,6 @@ class Trainings:
         if compared.first is not None:
             return compared
         return compared.and_then(compare(ours, theirs, theirs, subject.eps))
-
-    def _reason(self, subject: Subject, count: int, edits: Edits) -> str:
-        """Finds why so many micro-batches give something else than one."""
-        if count not in self._reasons:
-            self._tell("why several micro-batches differ from one")
-            small = {"data.micro_batch_size": changed(subject.recipe, edits).data.micro_batch_size}
-
-            def alike(still: Collection[Cause]) -> bool | None:
-                try:
-                    wanted = self._reference(subject, small, still=still)
-                    return self._compared(subject, wanted, {}, still).first is None
-                except Exception:  # the user's code, where nothing random is expected
-                    return None
-
-            self._reasons[count] = reason(causes(subject), alike)
-        return self._reasons[count]
 
     def _evidence(self, variant: Variant, got: Training, subject: Subject) -> Evidence:
         edits = self._edits(variant)
@@ -309,17 +288,17 @@ class Trainings:
         return Evidence(got, epochs, most, base, wanted)
 
 
-def causes(subject: Subject) -> list[Cause]:
-    """Returns the causes that a task has for a difference between one micro-batch and several."""
+def causes(subject: Subject) -> list[str]:
+    """Returns what may make a difference between one micro-batch and several, in plain PyTorch too."""
     model = subject.task.model().train()
-    found: list[Cause] = []
+    found = list[str]()
     if any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
-        found.append("batchnorm")
+        found.append("BatchNorm sees one micro-batch at a time")
     if draws(subject):
-        found.append("random")
+        found.append("random numbers are drawn for each micro-batch")
     if plain.untrained(model):
-        found.append("state")
-    return found
+        found.append("a forward pass changes buffers, and each micro-batch begins with the same ones")
+    return [*found, "the loss compares the samples of a micro-batch"]
 
 
 def real_order(plan: Plan) -> list[list[tuple[Ints, Ints]]]:
@@ -343,7 +322,6 @@ def train_plainly(
     edits: Edits,
     nudged: bool = False,
     ruled: bool = True,
-    still: Collection[Cause] = (),
     most: int = STEPS,
 ) -> list[StepTensors]:
     """Trains by the plain loop, with the samples that the plan gives; `most`: only the first steps."""
@@ -354,7 +332,7 @@ def train_plainly(
     due = evaluations(recipe.evaluation.interval, plan.steps, plan.epoch_length)
     with torch.random.fork_rng(devices=[]):
         return plain.reference_steps(
-            subject.task, recipe, order, plan.epoch_length, due, nudged, ruled, still, subject.pretend
+            subject.task, recipe, order, plan.epoch_length, due, nudged, ruled, subject.pretend
         )
 
 

@@ -1,8 +1,7 @@
 """`trainer doctor`: finds faults of the machine, container and configuration before a run meets them.
 
 It never imports torch, which may be what is broken. `doctor` reads the machine into `facts`, runs the checks
-(`gpu`, `software`, `resources`, `storage`, `network`) and prints the findings. `needs` computes what a recipe
-requires.
+(`gpu`, `software`, `machine`) and prints the findings.
 """
 
 import argparse

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.doctor import gpu, network, resources, software, storage
+from trainer.commands.doctor import gpu, machine, software
 from trainer.commands.doctor.facts import CheckResult, Gpus, MachineFacts, RecipeNeeds, unavailable
-from trainer.commands.doctor.resources import read_system
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import disks
-from trainer.host.limits import read_limits
+from trainer.host.limits import Limits, read_limits
 from trainer.host.reading import kind_of, within_seconds
 from trainer.observe.text import without_controls
 
@@ -33,9 +32,7 @@ _NVML_SECONDS = 4.0
 CHECKS: tuple[tuple[str, Callable[[MachineFacts], CheckResult]], ...] = (
     *gpu.GPU_CHECKS,
     *software.SOFTWARE_CHECKS,
-    *resources.RESOURCE_CHECKS,
-    *storage.STORAGE_CHECKS,
-    *network.NETWORK_CHECKS,
+    *machine.MACHINE_CHECKS,
 )
 
 
@@ -50,9 +47,9 @@ def doctor(options: argparse.Namespace) -> int:
         raise BadInputError(f"--set {options.set[0]}: name a recipe, as in trainer doctor digits --set …")
     recipe = None
     if options.recipe is not None:  # importing pydantic takes as long as all the rest
-        from trainer.commands.doctor.needs import read_for_needs
+        from trainer.config.recipe_file import provisional
 
-        recipe = read_for_needs(options.recipe, options.set)
+        recipe, _ = provisional(options.recipe, options.set)
     if options.out is not None and kind_of(options.out) and kind_of(options.out) != "folder":
         raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
     box = read_box(options.recipe, recipe, options.out or _RUNS)
@@ -103,21 +100,47 @@ def read_box(
     if name is None or recipe is None:
         needs = RecipeNeeds(ranks=max(1, len(gpus.cards)))
     else:
-        from trainer.commands.doctor.needs import make_needs
-
         needs = make_needs(name, recipe, limits, gpus)
     return MachineFacts(
         environ=environ,
         limits=limits,
         gpus=gpus,
-        system=read_system(root),
+        system=machine.read_system(root),
         run=disks.read_folder(out, root),
         caches={name: disks.read_folder(path, root) for name, path in caches.items()},
         data=disks.read_data(str(recipe.data.path) if recipe and recipe.data.path else None, root),
         software=software.read_software(environ=environ),
-        interfaces=network.read_interfaces(root),
+        interfaces=machine.read_interfaces(root),
         needs=needs,
     )
+
+
+def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeNeeds:
+    """Computes the requirements of a run on this machine.
+
+    Args:
+        name: Name of the recipe.
+        recipe: The recipe.
+        limits: Limits of the container.
+        gpus: The GPUs: one rank each.
+    """
+    from trainer.config.formats import FORMATS
+    from trainer.data.workers import Sizes, by_rule, bytes_needed
+
+    ranks = max(1, len(gpus.cards)) if recipe.device != "cpu" else 1
+    data = recipe.data
+    if not FORMATS[data.name].workers:
+        return RecipeNeeds(recipe=name, ranks=ranks)
+    sample = 3 * data.image_size**2  # uint8, as it lies in the ring
+    sizes = Sizes(
+        sample,
+        sample * data.micro_batch_size,
+        sample * data.eval_batch_size,
+        evaluation_sets=1 + len(recipe.evaluation.sets),
+        workers=data.workers,
+    )
+    chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
+    return RecipeNeeds(name, chosen.workers, ranks * bytes_needed(chosen, sizes), ranks)
 
 
 def _for_machines(name: str, found: CheckResult) -> dict[str, str]:

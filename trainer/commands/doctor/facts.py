@@ -6,7 +6,6 @@ Each module by subject has a reader, which looks at the machine, and checks, whi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -89,11 +88,9 @@ class Gpus:
 class System:
     """Limits of the kernel."""
 
-    machine_cpus: int = 1  # CPUs of the machine
     available: int = 0  # bytes of memory that are free or can be reclaimed, within the limit
     oom_kills: int = 0  # processes of this cgroup killed so far because memory was full
     shm: int | None = None  # size of /dev/shm in bytes; None: it is missing or can't be written
-    open_files: tuple[float, float] = (math.inf, math.inf)  # soft and hard limit
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,6 @@ class Software:
     twice: tuple[str, ...] = ()  # distributions installed in several versions
     torch: str = ""  # torch's version, from its files; "" without torch
     cuda: str = ""  # the CUDA that torch is built for; "" for none
-    # exact versions that torch requires, by canonical name
-    wanted: Mapping[str, str] = field(default_factory=dict)
     lock: str = ""  # SHA-256 of the lock that this environment was installed from; "" if unknown
     changing: bool = False  # whether an installer was interrupted
     shadowed: tuple[str, ...] = ()  # packages that come before the installed ones, with their folder

@@ -67,7 +67,6 @@ def read_software(
         ),
         torch=says.get("__version__", ""),
         cuda=says.get("cuda", "").replace("None", ""),
-        wanted=_wanted(torch) if torch else {},
         lock=stamp.lock or "",
         changing=stamp.changing,
         shadowed=tuple(_shadowed(before, torch)),
@@ -94,14 +93,6 @@ def _distributions(folder: Path) -> list[tuple[str, str]]:
         if match:
             found.append((re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]))
     return found
-
-
-def _wanted(folder: Path) -> dict[str, str]:
-    """Returns the exact versions of CUDA's libraries and Triton that the installed torch requires."""
-    for file in folder.glob("torch-*.dist-info/METADATA"):
-        exact = re.findall(r"^Requires-Dist: ([\w.-]+)==([\w.]+)", text_of(file), re.MULTILINE)
-        return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in exact}
-    return {}
 
 
 def _shadowed(folders: Sequence[str], torch: Path | None) -> list[str]:
@@ -174,7 +165,7 @@ def locked_packages(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     return fine(f"the packages are those of {stack.name}'s lock")
 
 
-def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
+def cuda(box: MachineFacts) -> CheckResult:
     """Checks whether CUDA, cuDNN and NCCL are installed once each, as torch was built for."""
     software = box.software
     if not software.torch:
@@ -196,13 +187,6 @@ def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
             "libraries of two CUDA versions get loaded into one process",
             f"pip uninstall {' '.join(others)}",
         )
-    wrong = [
-        f"{name} {software.installed[name]} (torch wants {version})"
-        for name, version in software.wanted.items()
-        if name.startswith("nvidia-") and software.installed.get(name, version) != version
-    ]
-    if wrong:
-        return bad(some(wrong), "something replaced libraries that torch was built with", _ANEW)
     if software.searched:
         return warning(
             f"LD_LIBRARY_PATH or LD_PRELOAD has another CUDA, cuDNN or NCCL: {some(software.searched, 2)}",

@@ -1,6 +1,6 @@
 """`trainer evaluate RUN`: measures a run's model, or other weights, on its own or on other data.
 
-- `evaluate`: checks the request, starts the ranks, prints tables and JSON, draws the confusion matrix
+- `evaluate`: checks the request, starts the ranks, prints tables and JSON
 - `weights`: opens a recipe's model with the weights of a file
 - `rank`: the program of a rank: model, data, metrics
 - `details`: metrics beyond those of training: per class, the confusion matrix, COCO's twelve figures
@@ -46,9 +46,6 @@ def add_parser(commands: Any) -> None:
         help="one of the evaluation.sets (default: data, the main one)",
     )
     evaluate.add_argument("--json", action="store_true", help="print JSON")
-    evaluate.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write the confusion matrix (.svg; classification, audio)"
-    )
     add_coco(evaluate)
     evaluate.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: all)")
     evaluate.add_argument("--nproc-per-node", type=int, metavar="N", help="processes on CPUs (default: 1)")

@@ -16,11 +16,10 @@ from trainer.commands.evaluate.rank import RESULT, asked, measure_run
 from trainer.config.training import MAIN_SET
 from trainer.data.left_out import LeftOut, left_out_line as line_of
 from trainer.distributed.parallel import World
-from trainer.errors import EXIT_DONE, BadInputError, writing
-from trainer.host.files import check_replaceable, write_whole
+from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.files import write_whole
 from trainer.host.latest import EVALUATION, MANIFEST
 from trainer.launch.launcher import launch
-from trainer.observe.charts.confusion import MOST_DRAWN, confusion_chart
 from trainer.observe.console import warn
 from trainer.observe.text import table, without_controls
 from trainer.tasks.coco_results import check_results, write_results
@@ -45,23 +44,10 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
 
     Raises:
         BadInputError: If there is no such run, checkpoint or data, the data has other classes than the model,
-            or --plot or --coco can't be made or written.
+            or --coco can't be made or written.
     """
-    if options.plot is not None:
-        if options.plot.suffix != ".svg":
-            raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
-        with writing(f"--plot {options.plot}"):
-            check_replaceable(options.plot)
     request = _request(options)
     opened = asked(request)
-    if options.plot is not None and (
-        opened.recipe.task not in ("classification", "audio") or opened.task.describe().get("several")
-    ):
-        raise BadInputError(
-            f"--plot: task={opened.recipe.task} has no confusion matrix, nor have images of several classes"
-        )
-    if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_DRAWN:
-        raise BadInputError(f"--plot: at most {MOST_DRAWN} classes can be drawn; --json has the matrix")
     check_results(options.coco, opened.task)
     local = plan_local_ranks(opened.recipe, options.gpus, options.nproc_per_node)
     if local.ranks == 1:
@@ -126,14 +112,9 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
 def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
     lines = "\n".join(evaluation_lines(result))
     print(evaluation_json(result) if options.json else without_controls(lines))
-    if options.plot is not None:
-        with writing(f"--plot {options.plot}"):
-            write_whole(options.plot, confusion_chart(result["confusion"], result["classes"]))
-        if not options.json:
-            print(f"confusion matrix: {options.plot}")
 
 
-_MOST_CLASSES = 40  # in a table; the JSON has all of them
+_IN_TABLE = 40  # in a table; the JSON has all of them
 
 
 def evaluation_json(result: dict[str, Any]) -> str:
@@ -166,12 +147,12 @@ def evaluation_lines(result: dict[str, Any]) -> Iterator[str]:
                     *(_figure(row[name]) for name in ("precision", "recall", "f1")),
                     row["confused_with"] or "",
                 )
-                for row in rows[:_MOST_CLASSES]
+                for row in rows[:_IN_TABLE]
             ],
             left=(0, 5),
         )
-        if len(rows) > _MOST_CLASSES:
-            yield f"{len(rows) - _MOST_CLASSES} more classes: --json has all of them"
+        if len(rows) > _IN_TABLE:
+            yield f"{len(rows) - _IN_TABLE} more classes: --json has all of them"
 
 
 def per_class(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> list[dict[str, Any]]:

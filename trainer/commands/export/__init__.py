@@ -25,17 +25,12 @@ def add_parser(commands: Any) -> None:
     export.add_argument(
         "--to",
         required=True,
-        choices=("torch-export", "onnx", "torchscript", "safetensors", "transformers", "peft"),
+        choices=("torch-export", "onnx", "safetensors", "transformers", "peft"),
         help="the format; safetensors holds weights only; transformers and peft are folders that these "
         "libraries load, of a model hf/… and of what LoRA learned beside it",
     )
     export.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
-    )
-    export.add_argument(
-        "--streamed",
-        action="store_true",
-        help="safetensors tensor by tensor, for a model larger than the memory; computes nothing with it",
     )
     export.add_argument(
         "--with-normalization",

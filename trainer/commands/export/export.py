@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.folder import Damaged, Unreadable, read_weights
-from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.commands.export import hf
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.batch import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.host import strict_json
-from trainer.host.files import check_writable, oddity, read_inside, write_file
+from trainer.host.files import check_writable, oddity, read_inside
 from trainer.host.here import path_shown
 from trainer.launch.signals import unwound
 from trainer.models.export_formats import (
@@ -36,10 +35,9 @@ from trainer.models.export_formats import (
     relative_error,
     write_onnx,
     write_torch_export,
-    write_torchscript,
 )
 from trainer.models.head_loss import IGNORED
-from trainer.observe.console import staged, warn
+from trainer.observe.console import tell, warn
 from trainer.observe.text import plain
 from trainer.runs.folder import write_json
 from trainer.train.model_of_run import (
@@ -48,7 +46,6 @@ from trainer.train.model_of_run import (
     open_run,
     read_samples,
     some_samples,
-    stored_weights,
 )
 from trainer.train.provenance import file_hash
 from trainer.train.recording import save_weights
@@ -69,7 +66,6 @@ def write_safetensors(model: nn.Module, _: ModelTensors, folder: Path) -> Path:
 WRITERS: dict[str, Callable[[nn.Module, ModelTensors, Path], Path]] = {
     "torch-export": write_torch_export,
     "onnx": write_onnx,
-    "torchscript": write_torchscript,
     "safetensors": write_safetensors,
 }
 
@@ -85,7 +81,7 @@ class _Subject(NamedTuple):
             are read back, so that no rounding in between hides a fault, or is taken for one.
         places: Places of each batch that a loss counts, bool (n, length); None: all outputs are compared.
         tensors: What the file is to hold, bit for bit, by its names; None where it can't be read back so:
-            TorchScript and ONNX fold weights into others.
+            ONNX folds weights into others.
         rounding: Relative error of `wanted` to the trained model's outputs; it has no limit, since it is the
             model's own and grows with its depth.
     """
@@ -110,50 +106,17 @@ def export(options: argparse.Namespace) -> int:
     target = _target(options)
     with writing(str(target), _REMEDY):  # before the model is built and compared
         check_writable(next(folder for folder in target.parents if os.path.lexists(folder)))
-    if options.streamed:
-        return _export_streamed(target, options)
     run = open_run(options.folder, options.set)
     subject = _subject(run, options)
     try:
-        with staged() as say, _published(target) as beside:
-            file, error = _write(name, subject, run, beside, options, say)
+        with _published(target) as beside:
+            file, error = _write(name, subject, run, beside, options)
             write_json(beside / _ABOUT, export_facts(file, error, subject, run, options))
     except NotTheSame as problem:
         line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
         warn(plain(line, 1000))
         return EXIT_FAILED
     _tell(target, file.name, error, subject, run, options)
-    return EXIT_DONE
-
-
-def _export_streamed(target: Path, options: argparse.Namespace) -> int:
-    """Writes the weights tensor by tensor: no model is built, so outputs aren't compared."""
-    run, source, tensors = stored_weights(options.folder, options.set)
-    try:
-        with staged() as say, _published(target) as beside:
-            say("export: writing safetensors, tensor by tensor")
-            digest = write_file(beside / "model.safetensors", safetensors_bytes(tensors))
-            facts = {
-                "format": options.to,
-                "file": "model.safetensors",
-                "dtype": options.dtype,
-                "task": run.manifest.config["task"],
-                "run": run.path.resolve().name,
-                "config_hash": run.manifest.config_hash,
-                "weights": source,
-                "versions": {"torch": torch.__version__},
-                "sha256": {"model.safetensors": digest},
-                "checked": None,
-            }
-            write_json(beside / _ABOUT, facts)
-    except (Damaged, Unreadable) as problem:
-        raise BadInputError(f"{run.path}: {source}: {problem}; bring it back") from problem
-    file = target / "model.safetensors"
-    print(
-        f"{path_shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {source}\n"
-        "  checked     what was read has the hashes that the run wrote; nothing was computed with it\n"
-        f"  described   {path_shown(target / _ABOUT)}"
-    )
     return EXIT_DONE
 
 
@@ -171,8 +134,6 @@ def _published(target: Path) -> Iterator[Path]:
 
 
 def _check_request(options: argparse.Namespace) -> None:
-    if options.streamed and (options.to != "safetensors" or options.dtype != "fp32"):
-        raise BadInputError("--streamed: copies weights as they are: use --to safetensors and --dtype fp32")
     if options.to == "onnx" and options.dtype == "bf16":
         raise BadInputError(
             "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "
@@ -249,7 +210,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
         prefix = "model." * (options.with_normalization + (options.dtype == "bf16"))
         own = {name: one for name, one in model.state_dict().items() if not name.startswith(prefix)}
         tensors = {**(own if prefix else {}), **{prefix + name: one for name, one in tensors.items()}}
-    known = None if options.to in ("torchscript", "onnx") else tensors
+    known = None if options.to == "onnx" else tensors
     rounding = _worst(trained, wanted, places)
     return _Subject(model.eval(), inputs, wanted, places, known, rounding)
 
@@ -294,11 +255,10 @@ def _write(
     run: OpenedRun,
     folder: Path,
     options: argparse.Namespace,
-    say: Callable[[str], object],
 ) -> tuple[Path, float]:
     """Writes and checks; returns the file and its relative error."""
     example = tuple(value[:_EXAMPLES].clone() for value in subject.inputs[-1])
-    say(f"export: writing {name} ({options.dtype})")
+    tell(f"export: writing {name} ({options.dtype})")
     try:
         with torch.no_grad():
             if name in hf.LIBRARIES:
@@ -311,7 +271,7 @@ def _write(
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotTheSame(f"torch {torch.__version__} can't export this model ({first})") from error
     weights_of = [str(run.folder), *options.set] if name == "safetensors" else []
-    say("export: checking it in a fresh process")
+    tell("export: checking it in a fresh process")
     given = in_fresh_process(file, subject.inputs, weights_of)
     if subject.tensors is not None:
         _check_tensors(file, subject.tensors)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # torch.export.load reads its example inputs by torch.load, and asks for any pickle; with this torch reads
-# tensors and nothing else. (torch.jit.load has a reader of its own, in C++, which imports no Python.)
+# tensors and nothing else.
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
 _Outputs = list[Any]
@@ -73,9 +73,6 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
     if file.suffix == ".pt2":
         model: Callable[..., Any] = torch.export.load(file).module()
         return model
-    if file.suffix == ".ts":
-        script: Callable[..., Any] = torch.jit.load(str(file))
-        return script
     if not run:
         return _by_library(file.parent)
     from safetensors.torch import load_file

@@ -62,24 +62,6 @@ def add_parser(commands: Any) -> None:
     for name in ("partition", "account", "qos"):
         add(f"--{name}", help="of Slurm")
     add("--namespace", help="of Kubernetes")
-    job.told = {
-        "--on": "the place is a word: trainer job slurm RECIPE",
-        "--nnodes": "it is --nodes N, or MIN-MAX",
-        "--memory": "it is --mem, as --mem 64G",
-        "--shm": "it is --shm-size, as --shm-size 8G",
-        "--cpus-per-node": "it is --cpus-per-task",
-        "--name": "it is --out runs/NAME",
-        "--port": "it is --master-port",
-        **dict.fromkeys(("--data", "--runs", "--cache"), "it is --volume SOURCE:TARGET"),
-        "--dry-run": "the file is only printed",
-        "--sweep": "write a loop: for lr in 0.1 0.3; do trainer job slurm … optim.lr=$lr | sbatch; done",
-        "--sbatch-arg": "give it to sbatch, whose options override the file's",
-        "--container": "the image says it: REF is Pyxis's, docker://REF and FILE.sif are Apptainer's",
-        **dict.fromkeys(
-            ("--rdma", "--jobset", "--queue", "--service-account"), "write it into a --template FILE"
-        ),
-        "--resume": "a job resumes the run of its --out by itself",
-    }
     job.set_defaults(run=_run)
 
 

@@ -1,6 +1,5 @@
 """`trainer verify RUN`: trains a run again, elsewhere, and compares the bits.
 
-- `verify`: the whole run, or the run up to an anomaly
 - `replay`: trains the run again in another folder
 - `verdict`: reports identity, or the first difference
 """
@@ -25,7 +24,6 @@ def add_parser(commands: Any) -> None:
     verify.add_argument(
         "--steps", type=int, metavar="N", help="only the first N steps (default: up to the last row)"
     )
-    verify.add_argument("--anomaly", type=int, metavar="N", help="only up to anomaly N: does it come again?")
     add_settings(verify, "a key that changes nothing that is computed, such as data.path")
     verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
     verify.add_argument(
@@ -40,10 +38,6 @@ def _run(options: argparse.Namespace) -> int:
 
     # What is no run of this version is said before torch is imported.
     check_current(options.folder, read_run(options.folder).manifest)
-    if options.anomaly is not None:
-        from trainer.commands.verify.verify import verify_anomaly
-
-        return verify_anomaly(options)
     from trainer.commands.verify.verify import verify
 
     return verify(options)

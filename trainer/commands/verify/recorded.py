@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.checkpoint.store import listing
 from trainer.config.redact import REDACTED
 from trainer.errors import BadInputError, reading
 from trainer.observe.checksums import ChecksumRow, read_checksums
 from trainer.runs.differences import flat
-from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Attempt, Manifest, RunFolder, read_run
 
 
@@ -41,7 +39,7 @@ class Segment:
     settings: tuple[str, ...] = ()
 
 
-def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
+def read_recorded(folder: Path) -> Recorded:
     """Reads the records of a run.
 
     Raises:
@@ -50,7 +48,7 @@ def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
     run = read_run(folder)
     with reading(folder / "checksums.jsonl", "mend that"):
         rows, _, unreadable = read_checksums(folder / "checksums.jsonl")
-    if rows_needed and not rows:
+    if not rows:
         raise BadInputError(
             f"{folder}: nothing was recorded to compare with (checksums.jsonl); its first row comes after "
             "log.every steps, with log.fingerprints=true"
@@ -59,14 +57,14 @@ def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
 
 
 def last_step(run: Recorded, steps: int | None) -> int:
-    """Returns the last step to replay: that of the last expected record within the requested steps.
+    """Returns the last step to replay: that of the last record within the requested steps.
 
     Raises:
         BadInputError: If there is no record within them, or fewer steps.
     """
     rows = sorted(row.step for row in run.rows)
     if steps is None:
-        return min(max(rows[-1], _last_row_due(run)), run.manifest.last_step)
+        return min(rows[-1], run.manifest.last_step)
     if not rows[0] <= steps <= rows[-1]:
         recorded = (
             f"only step {rows[0]} was recorded; leave --steps out"
@@ -75,25 +73,6 @@ def last_step(run: Recorded, steps: int | None) -> int:
         )
         raise BadInputError(f"--steps {steps}: {recorded}")
     return max(row for row in rows if row <= steps)
-
-
-def _last_row_due(run: Recorded) -> int:
-    """Returns the step of the last record that must exist, given how far the run is known to have come."""
-    if run.manifest.finished_by_hook:
-        return 0
-    if run.manifest.weights or run.manifest.status == "finished":
-        return run.manifest.last_step
-    if run.manifest.status == "diverged":
-        return 0
-    kept = kept_attempts(run.manifest)
-    reached = max((entry.step for entry in listing(checkpoints_of(run.path))), default=0)
-    ends = [*(attempt.step for attempt in kept[1:]), reached]
-    due = [
-        (attempt.step, end // attempt.log_every * attempt.log_every)
-        for attempt, end in zip(kept, ends, strict=True)
-        if attempt.checksums
-    ]
-    return max((end for start, end in due if start < end < run.manifest.last_step), default=0)
 
 
 def kept_attempts(manifest: Manifest) -> list[Attempt]:

@@ -3,20 +3,36 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple
 
-from trainer.observe.charts.axis import AxisKind as Scale
-from trainer.observe.charts.thin import Cell, Point, joined
 from trainer.observe.text import count, duration, number, plain, scaled, share, size
 from trainer.runs.manifest import planned_steps
-from trainer.runs.report.phases import PHASES_EXPLAINED
+from trainer.runs.report.charts import Kind
 from trainer.runs.report.read import RecordedRun
+from trainer.runs.report.thin import Cell, Point, is_number, joined
 
 _SET_PARTS = 3  # eval/NAME/metric
 _ROUNDING = 1e-6  # of a mean over many samples
 # The field's words for metrics whose names in records are not those.
 _TITLES = {"map": "mAP", "map_50": "mAP@50", "map_75": "mAP@75", "top5": "Top-5 accuracy"}
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
+
+# Phases in the order of the bar, the useful ones first.
+PHASES_EXPLAINED = {
+    "forward": "the model's forward pass",
+    "backward": "its gradients",
+    "update": "the optimizer's step, with clipping and loss scaling",
+    "communication": "gradients between ranks, where not hidden by computation",
+    "copy": "batches on their way to the device",
+    "data": "waiting for the next batch",
+    "host": "Python between the others",
+    "evaluation": "evaluating the model",
+    "checkpoint": "training paused for a checkpoint",
+    "logging": "reading and writing metrics",
+    "start": "until the first step: late imports, loader workers",
+    "end": "after the last step",
+    "unexplained": "time that no timer covers",
+}
 
 
 class Figure(NamedTuple):
@@ -39,11 +55,6 @@ class KeyFigure(NamedTuple):
     name: str
     of: Callable[[RecordedRun], Figure | None]
     better: int = 0
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """True if a JSON value is a number that can be displayed."""
-    return type(value) in (int, float) and -1e200 < value < 1e200
 
 
 def over_rows(points: Iterable[Point], name: str) -> Cell | None:
@@ -84,6 +95,19 @@ def result(run: RecordedRun) -> str:
     return ""
 
 
+def status(run: RecordedRun) -> tuple[str, str]:
+    """Returns the status of the run, and its reason."""
+    return plain(run.manifest.get("status") or "unknown", 40), plain(run.manifest.get("reason") or "", 600)
+
+
+def gpus_of(run: RecordedRun) -> str:
+    """Formats the GPUs of a run's manifest; empty if there are none."""
+    device = run.manifest.get("device")
+    listed = device.get("gpus") if isinstance(device, dict) else None
+    gpus = [str(gpu) for gpu in listed] if isinstance(listed, list) else []
+    return ", ".join(f"{gpus.count(gpu)} \u00d7 {gpu}" for gpu in list(dict.fromkeys(gpus))[:4])
+
+
 def more_is_better(metric: str) -> bool:
     """True if a larger value is better, by the metric's name: not for losses and errors."""
     return not any(word in metric.lower() for word in _WORSE)
@@ -96,43 +120,31 @@ def totals(run: RecordedRun) -> list[tuple[str, float]]:
     attempt only: after restarts, the sum over all records is taken.
     """
     found = {phase: run.end.get(f"time/{phase}") for phase in PHASES_EXPLAINED}
-    if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
+    if _attempts(run) > 1 or not is_number(run.end.get("time/wall")):
         cells = {phase: over_rows(run.train, f"time/{phase}") for phase in PHASES_EXPLAINED}
         found = {phase: cell.total if cell else None for phase, cell in cells.items()}
-    timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
-    if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
-        return []
+    timed = {phase: max(0.0, seconds) for phase, seconds in found.items() if is_number(seconds)}
     # "unexplained" is shown even if it is 0.
-    return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
+    shown = [(phase, seconds) for phase, seconds in timed.items() if seconds or phase == "unexplained"]
+    return shown if any(timed.values()) else []
 
 
-def attempts(run: RecordedRun) -> int:
-    """Returns the number of attempts."""
+def _attempts(run: RecordedRun) -> int:
     listed = run.manifest.get("attempts")
     return max(1, len(listed)) if isinstance(listed, list) else 1
 
 
-def _seconds_between(one: Any, other: Any) -> float | None:
-    try:
-        started, ended = (datetime.strptime(str(at), "%Y-%m-%dT%H:%M:%S%z") for at in (one, other))
-    except ValueError:
-        return None
-    return (ended - started).total_seconds()
-
-
 def _wall(run: RecordedRun) -> Figure | None:
-    seconds = _seconds_between(run.manifest.get("started"), run.manifest.get("ended"))
-    if seconds is None or seconds < 0:
-        timed = totals(run)
-        seconds = sum(part for _, part in timed) if timed else None
-    if seconds is None:
-        return None
-    tries = attempts(run)
-    return Figure(seconds, duration(seconds), f"{tries} attempts, pauses included" if tries > 1 else "")
-
-
-def _speed(value: float) -> str:
-    return count(value) if 100 <= value < 1e7 else scaled(value)
+    seconds = sum(part for _, part in totals(run))
+    try:
+        times = (run.manifest.get(name) for name in ("started", "ended"))
+        started, ended = (datetime.strptime(str(at), "%Y-%m-%dT%H:%M:%S%z") for at in times)
+        seconds = max(0.0, (ended - started).total_seconds()) or seconds
+    except ValueError:  # it still trains
+        pass
+    tries = _attempts(run)
+    note = f"{tries} attempts, pauses included" if tries > 1 else ""
+    return Figure(seconds, duration(seconds), note) if seconds else None
 
 
 class Rate(NamedTuple):
@@ -140,7 +152,7 @@ class Rate(NamedTuple):
 
     Attributes:
         title: Its title.
-        name: Its name in records; a row of `trainer.observe.rows.RATES` has the time.
+        name: Its name in records; a row of `trainer.observe.rows.SPAN_OF_RATES` has the time.
         text: Formats it.
         note: Note to display below it.
         better: 1 if more is better, 0 if neither is.
@@ -162,7 +174,7 @@ class Rate(NamedTuple):
         return Figure(float(value), self.text(value), self.note)
 
 
-def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
+def _largest(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
     """Makes a figure of the largest value: of the first of these names that the records have."""
 
     def of(run: RecordedRun) -> Figure | None:
@@ -175,19 +187,19 @@ def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
 
 
 def _loss(run: RecordedRun) -> Figure | None:
-    cells = [point.cells["loss"] for point in run.train if "loss" in point.cells and point.cells["loss"].rows]
+    cells = [cell for point in run.train if (cell := point.cells.get("loss")) and cell.rows]
     return Figure(cells[-1].mean, number(cells[-1].mean), "last record") if cells else None
 
 
-def metric_scale(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
+def metric_scale(metric: str, cells: Iterable[Cell | None]) -> tuple[Kind, str]:
     """Returns the scale and unit of a metric, for figures and charts: accuracies from 0 to 1 as percent."""
     percent = metric.startswith(("accuracy", "top")) and all(
-        -_ROUNDING <= cell.low <= cell.high <= 1 + _ROUNDING for cell in cells
+        -_ROUNDING <= cell.low <= cell.high <= 1 + _ROUNDING for cell in cells if cell
     )
-    return ("share", " correct") if percent else ("number", metric)
+    return ("share", "correct") if percent else ("number", metric)
 
 
-def metric_figure(metric: str, scale: Scale = "number") -> Callable[[RecordedRun], Figure | None]:
+def _metric_figure(metric: str, scale: Kind) -> Callable[[RecordedRun], Figure | None]:
     """Makes a figure of the last value of a metric, with the best one below it."""
 
     def text(value: float) -> str:
@@ -195,7 +207,7 @@ def metric_figure(metric: str, scale: Scale = "number") -> Callable[[RecordedRun
 
     def of(run: RecordedRun) -> Figure | None:
         cells = [
-            (p.step, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].rows
+            (point.step, cell) for point in run.evaluation if (cell := point.cells.get(metric)) and cell.rows
         ]
         if not cells:
             return None
@@ -209,11 +221,10 @@ def metric_figure(metric: str, scale: Scale = "number") -> Callable[[RecordedRun
     return of
 
 
-def _share_of(phases: Iterable[str]) -> Callable[[RecordedRun], Figure | None]:
+def _share_of(*phases: str) -> Callable[[RecordedRun], Figure | None]:
     def of(run: RecordedRun) -> Figure | None:
         timed = dict(totals(run))
-        wall = sum(timed.values())
-        if not wall:
+        if not (wall := sum(timed.values())):
             return None
         part = sum(timed.get(phase, 0.0) for phase in phases) / wall
         return Figure(part, share(part), "of the wall time")
@@ -221,33 +232,26 @@ def _share_of(phases: Iterable[str]) -> Callable[[RecordedRun], Figure | None]:
     return of
 
 
-def energy(run: RecordedRun) -> Figure | None:
-    """Returns the energy of the run in joules."""
-    joules = run.end.get("energy/joules") if attempts(run) == 1 else None
+def _energy(run: RecordedRun) -> Figure | None:
+    joules = run.end.get("energy/joules") if _attempts(run) == 1 else None
     if not is_number(joules):
         cell = over_rows(run.train, "energy/joules")
-        joules = cell.total if cell else None
-    if joules is None or joules <= 0:
-        return None
-    kwh = joules / 3.6e6
-    return Figure(float(joules), scaled(float(joules), "J"), f"{number(kwh, 3)}\u00a0kWh")
+        joules = cell.total if cell else 0.0
+    note = f"{number(joules / 3.6e6, 3)}\u00a0kWh, GPUs of rank 0's host"
+    return Figure(float(joules), scaled(joules, "J"), note) if joules > 0 else None
 
 
-def _cost(name: str, text: Callable[[float], str], note: str) -> Callable[[RecordedRun], Figure | None]:
+def _cost(name: str) -> Callable[[RecordedRun], Figure | None]:
     def of(run: RecordedRun) -> Figure | None:
         cost = run.end.get(name)
-        return Figure(float(cost), text(float(cost)), note) if is_number(cost) else None
+        return Figure(cost, number(cost), "in the currency of the price") if is_number(cost) else None
 
     return of
 
 
-# In the currency of the run's price.
-money = _cost("cost/money", number, "in the currency of its price")
-money_per_thousand = _cost("cost/per_thousand_samples", lambda cost: number(cost, 3), "in the same currency")
-
 _SPEEDS = (
-    Rate("Throughput", "samples_per_s", _speed, "samples/s"),
-    Rate("Tokens", "tokens_per_s", _speed, "tokens/s"),
+    Rate("Throughput", "samples_per_s", lambda v: count(v) if 100 <= v < 1e7 else scaled(v), "samples/s"),
+    Rate("Tokens", "tokens_per_s", lambda v: count(v) if 100 <= v < 1e7 else scaled(v), "tokens/s"),
     Rate("Arithmetic", "flops_per_s", lambda v: scaled(v, "FLOP/s"), "mean over the time"),
     Rate("MFU", "mfu", share, "mean over the time, of the peak"),
 )
@@ -256,27 +260,21 @@ _MACHINE = (
     Rate("CPUs used", "cpu/used", lambda v: number(v, 3), "mean over the time", 0),
 )
 RATES = (*_SPEEDS, *_MACHINE)
-
-_COMPUTE = ("forward", "backward", "update")
+_GPU_MEMORY = {"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "peak, as in nvidia-smi"}
+_MEMORY = {"memory/rss_bytes": "peak, host of rank 0", "memory_bytes": "peak, rank 0"}
 
 KEY_FIGURES = (
     KeyFigure("Training loss", _loss, -1),
     KeyFigure("Wall time", _wall, -1),
     *(KeyFigure(rate.title, rate.of, rate.better) for rate in _SPEEDS),
-    KeyFigure("Forward, backward, update", _share_of(_COMPUTE), 1),
-    KeyFigure("Waiting for data", _share_of(["data"]), -1),
+    KeyFigure("Forward, backward, update", _share_of("forward", "backward", "update"), 1),
+    KeyFigure("Waiting for data", _share_of("data"), -1),
     *(KeyFigure(rate.title, rate.of, rate.better) for rate in _MACHINE),
-    KeyFigure(
-        "Device memory",
-        _most({"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "peak, as in nvidia-smi"}),
-        -1,
-    ),
-    KeyFigure(
-        "Memory", _most({"memory/rss_bytes": "peak, host of rank 0", "memory_bytes": "peak, rank 0"}), -1
-    ),
-    KeyFigure("Energy", energy, -1),
-    KeyFigure("Cost", money, -1),
-    KeyFigure("Cost of 1,000 samples", money_per_thousand, -1),
+    KeyFigure("Device memory", _largest(_GPU_MEMORY), -1),
+    KeyFigure("Memory", _largest(_MEMORY), -1),
+    KeyFigure("Energy", _energy, -1),
+    KeyFigure("Cost", _cost("cost/money"), -1),
+    KeyFigure("Cost of 1,000 samples", _cost("cost/per_thousand_samples"), -1),
 )
 
 
@@ -285,11 +283,6 @@ def figures_of_runs(runs: Sequence[RecordedRun]) -> list[KeyFigure]:
     names = list(dict.fromkeys(name for run in runs for name in metrics(run)))[:6]
     own = []
     for name in names:
-        scale, _ = metric_scale(name, [cell for run in runs if (cell := over_rows(run.evaluation, name))])
-        own.append(KeyFigure(name, metric_figure(name, scale), 1 if more_is_better(name) else -1))
+        scale, _ = metric_scale(name, [over_rows(run.evaluation, name) for run in runs])
+        own.append(KeyFigure(name, _metric_figure(name, scale), 1 if more_is_better(name) else -1))
     return [*own, *KEY_FIGURES]
-
-
-def status(run: RecordedRun) -> tuple[str, str]:
-    """Returns the status of the run, and its reason."""
-    return plain(run.manifest.get("status") or "unknown", 40), plain(run.manifest.get("reason") or "", 600)

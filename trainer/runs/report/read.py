@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -12,16 +12,16 @@ from trainer.config.redact import redact
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import lines_inside, oddity
-from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES, length_of, span_of
 from trainer.runs.folder import checkpoints_of, is_abandoned, read_json
 from trainer.runs.manifest import read_facts
+from trainer.runs.report.thin import Point, ThinnedRows
 
 _POINTS = 400
 _LINE = 1 << 20  # most bytes of a record; longer lines are malformed
 _LATEST = 10**15  # steps
-_TEXTS = 100  # number of first and of last verdicts and anomalies that are kept
+_TEXTS = 200  # verdicts and anomalies that are kept, the newest
 _OF_SETS = 96  # most figures of further evaluation sets
 _FIGURES = 12  # most figures that this module doesn't know, such as a task's own metrics
 
@@ -35,7 +35,8 @@ KNOWN = {
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
 OF_LOSSES = ("loss/", "watched/")  # of a task's own
 REPLACED = "replaced/"  # in a summary, before the name of a data set
-_NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
+# Of a record, and of no interest as a curve.
+_NO_FIGURE = {"kind", "step", "epoch", "updates", "seconds", "tokens_seen", "slow_rank", "slow_phase"}
 
 
 class SavedCheckpoint(NamedTuple):
@@ -49,46 +50,21 @@ class SavedCheckpoint(NamedTuple):
 
 
 @dataclass
-class FirstAndLast:
-    """First and last entries of a list that may be long, and its length.
+class Newest:
+    """Newest entries of a list that may be long.
 
     Attributes:
-        first: The first entries.
-        last: The last entries.
-        count: Number of all entries.
+        items: The entries.
+        left_out: Number of those before them.
     """
 
-    first: list[dict[str, Any]] = field(default_factory=list)
-    last: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_TEXTS))
-    count: int = 0
+    items: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_TEXTS))
+    left_out: int = 0
 
     def add(self, item: dict[str, Any]) -> None:
         """Appends an entry."""
-        self.count += 1
-        (self.first if len(self.first) < _TEXTS else self.last).append(item)
-
-    def all(self) -> list[dict[str, Any]]:
-        """Returns the kept entries, in order."""
-        return [*self.first, *self.last]
-
-
-@dataclass
-class Slow:
-    """Rank that was the slowest in a phase: how often, and its cost as fractions of the wall time.
-
-    Attributes:
-        rows: Records in which it was.
-        seconds: What it cost in them.
-        wall: Wall time of them, in seconds.
-        most: Largest fraction of a record.
-        step: Step of that record.
-    """
-
-    rows: int = 0
-    seconds: float = 0.0
-    wall: float = 0.0
-    most: float = 0.0
-    step: int = 0
+        self.left_out += len(self.items) == _TEXTS
+        self.items.append(item)
 
 
 @dataclass
@@ -101,16 +77,12 @@ class RecordedRun:
         manifest: The manifest, without secrets.
         train: Records of kind "train", thinned.
         evaluation: Records of kind "eval", thinned.
-        epoch_start: Records of kind "memory" at the start of an epoch, thinned.
-        epoch_end: Records of kind "memory" at the end of an epoch, thinned.
         hook: Records of kind "hook", thinned.
         answers: Answers to prompts at the first evaluation and at the last one.
         pictures: Pictures of hooks, by name: step of the last one, and its path in the run folder.
-        freed: Records of kind "memory" after evaluations that released memory, thinned.
         end: The last record of kind "end", or {}.
         verdicts: Records of kind "verdict" except the final one.
         verdict: The final verdict, or None.
-        slow: Slow ranks, by rank and phase.
         throttled: Number of records by reason of the GPU's throttling.
         anomalies: Lines of anomalies.jsonl.
         checkpoints: Checkpoints, newest first.
@@ -123,18 +95,14 @@ class RecordedRun:
     manifest: dict[str, Any]
     train: list[Point] = field(default_factory=list)
     evaluation: list[Point] = field(default_factory=list)
-    epoch_start: list[Point] = field(default_factory=list)
-    epoch_end: list[Point] = field(default_factory=list)
-    freed: list[Point] = field(default_factory=list)
     hook: list[Point] = field(default_factory=list)
     pictures: dict[str, tuple[int, str]] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
-    verdicts: FirstAndLast = field(default_factory=FirstAndLast)
+    verdicts: Newest = field(default_factory=Newest)
     verdict: dict[str, Any] | None = None
-    slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
-    anomalies: FirstAndLast = field(default_factory=FirstAndLast)
+    anomalies: Newest = field(default_factory=Newest)
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     rows: int = 0
     unreadable: int = 0
@@ -165,9 +133,6 @@ def _read_rows(run: RecordedRun) -> None:
     rows = {
         "train": ThinnedRows(_POINTS, _known(KNOWN), span_of, length_of),
         "eval": ThinnedRows(_POINTS, _known(set(), "eval/")),
-        "memory start": ThinnedRows(_POINTS, _known(set())),
-        "memory end": ThinnedRows(_POINTS, _known(set())),
-        "memory evaluation": ThinnedRows(_POINTS, _known(set())),
         "hook": ThinnedRows(_POINTS, _known(set(), "")),
     }
     for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
@@ -178,10 +143,9 @@ def _read_rows(run: RecordedRun) -> None:
             continue
         run.rows += 1
         kind = str(row.get("kind"))
-        if kind == "memory":
-            kind = f"memory {row.get('at')}"
-        if kind == "train":
-            _tally(run, step, row)
+        reason = row.get("gpu/throttle_reason")
+        if isinstance(reason, str) and reason and len(run.throttled) < 100:
+            run.throttled[reason[:200]] += 1
         if kind == "hook":
             run.pictures |= {
                 n: (step, v)
@@ -199,28 +163,11 @@ def _read_rows(run: RecordedRun) -> None:
         elif kind == "end":
             run.end = row
     run.train, run.evaluation = rows["train"].points(), rows["eval"].points()
-    run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
-    run.freed = rows["memory evaluation"].points()
     run.hook = rows["hook"].points()
 
 
 def _is_picture(value: object) -> bool:
     return isinstance(value, str) and _PICTURE.fullmatch(value) is not None
-
-
-def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
-    """Counts slow ranks and reasons of throttling, which are text."""
-    rank, excess = row.get("slow_rank"), row.get("slow_excess")
-    if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
-        slow = run.slow.setdefault((rank, str(row.get("slow_phase"))[:80]), Slow())
-        slow.rows += 1
-        span = length_of(span_of("slow_excess"), row, 1)
-        slow.seconds, slow.wall = slow.seconds + excess * span, slow.wall + span
-        if excess > slow.most:
-            slow.most, slow.step = excess, step
-    reason = row.get("gpu/throttle_reason")
-    if isinstance(reason, str) and reason and len(run.throttled) < 100:
-        run.throttled[reason[:200]] += 1
 
 
 def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:

@@ -24,7 +24,7 @@ from trainer.models.parts import Part, parameters_of, parts
 from trainer.models.precision import gathered_in
 from trainer.observe.console import ProgressBar
 from trainer.observe.flops import Count
-from trainer.observe.text import DASH, count, rough_size, scaled
+from trainer.observe.text import DASH, count, rough_size, scaled, table as as_table
 from trainer.optim.optimizers import bytes_of_moments, moments_kept
 from trainer.runs.folder import checkpoints_of
 from trainer.tasks import Task
@@ -291,7 +291,8 @@ def show_model(table: Mapping[str, Any], progress_bar: ProgressBar, device: torc
     """Prints the table of `describe_model`."""
     heads = ("part", "", "parameters", "trainable", "FLOPs a step", "memory")
     rows = [_cells(row) for row in (*table["rows"], table["total"])]
-    progress_bar.table(heads, rows, right=(2, 3, 4, 5), last_is_total=True)
+    for line in as_table(heads, rows, left=(0, 1)).splitlines():
+        progress_bar.say(f"  {line}")
     where = "GPU" if device.type == "cuda" else "rank"
     progress_bar.say(f"  memory of a {where}: {table['memory']}; activations come on top of that")
 

@@ -1,1 +1,0 @@
-"""Tasks of `trainer check --self-test`: BatchNorm, dropout, clipping; with and without items."""
