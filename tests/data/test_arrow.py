@@ -219,6 +219,7 @@ ONE = LAST.removeprefix("train/")
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     # A reader takes the end of the file for the end of the stream.
+    (ends_with(lambda data: data * 2), {}, f"{LAST}: byte"),
     (ends_with(lambda data: data[:-8]), {}, f"{LAST}: byte"),
     (ends_with(lambda data: data[:100]), {}, LAST),
     (ends_with(lambda _: b"version https://git-lfs.github.com/spec/v1\n"), {}, f"{LAST}: LFS"),

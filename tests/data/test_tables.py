@@ -116,6 +116,7 @@ TABLES: dict[str, tuple[bytes, Sequence[int], int, str]] = {
     "csv zero byte": (b"path,label\na\0.jpg,1\n", [], 0, "line"),
     "csv page": (b"<!DOCTYPE html>\n<p>Not found\n", [], 0, "HTML"),
     "csv UTF-16": ("path,label\na.jpg,0\n".encode("utf-16"), [], 0, "UTF-16"),
+    "parquet twice": (parquet_of([0, 1]) * 2, [], 0, "parquet"),  # half of the rows
     "parquet floats": (parquet_of([0.0, 5.0]), [0, 5], 6, ""),
     "parquet decimals": (parquet_of([decimal.Decimal(0), decimal.Decimal(5)]), [0, 5], 6, ""),
     "parquet dictionary": (parquet_of(pyarrow.array(["0.0", "5.0"]).dictionary_encode()), [0, 5], 6, ""),

@@ -209,3 +209,14 @@ def test_a_model_that_is_there_twice_is_not_guessed(tmp_path: Path) -> None:
     safetensors.torch.save_file(both, tmp_path / "both.safetensors")
     with refused("student. teacher."):
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "both.safetensors", ())
+
+
+def test_of_a_tensor_that_is_there_twice_none_is_taken(tmp_path: Path) -> None:
+    model = build_model(ModelConfig(width=8), 1, 10)
+    state = model.state_dict()
+    name = next(iter(state))
+    safetensors.torch.save_file(
+        {**state, f"_orig_mod.{name}": state[name].clone()}, tmp_path / "both.safetensors"
+    )
+    with refused("both.safetensors _orig_mod."):
+        load_initial(model, tmp_path / "both.safetensors", ())

@@ -24,12 +24,14 @@ TOLD = dict(re.findall(r"\| `(\w+\.py)` \| ([a-z ]+) \|", DOCUMENT.read_text()))
 ON_RANKS = ("byol.py", "experts.py", "multi_task.py", "segmentation.py", "siamese.py", "surgery.py")
 # An average asks how weights are kept, not for the loss: parametrized, shared, frozen, averaged already.
 AVERAGED = (
-    *("autoencoder.py", "diffusion.py", "language_tied.py", "lora.py", "mean_teacher.py", "spectral_norm.py"),
+    *("autoencoder.py", "diffusion.py", "language_tied.py", "lora.py", "mean_teacher.py"),
+    *("quantization.py", "spectral_norm.py", "weight_norm.py"),
 )
 
 
 def test_each_has_its_row() -> None:
     assert sorted(TOLD) == TASKS
+    assert len(TASKS) >= 30
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -50,7 +50,12 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
     try:
         with ExitStack() as stack:
             each = [stack.enter_context(safe_open(one, framework="pt")) for one in files]
-            at = {name: one for one in each for name in one.keys()}  # noqa: SIM118  (no mapping)
+            held = [(name, one) for one in each for name in one.keys()]  # noqa: SIM118  (no mapping)
+            at = dict(held)
+            if twice := [name for name, count in Counter(name for name, _ in held).items() if count > 1]:
+                raise BadInputError(
+                    f"model.pretrained: {file}: two of its files hold {_shown(twice)}; fetch the model again"
+                )
             own = getattr(model, "named_in_files", None)
             if own is None:
                 given, note = _unwrapped(list(at), state, file)
@@ -91,6 +96,11 @@ def _unwrapped(names: Sequence[str], wanted: Collection[str], file: Path) -> tup
         BadInputError: If the file holds the model, or a tensor, with two prefixes.
     """
     given = {name.replace(_COMPILED, ""): name for name in names}
+    if len(given) < len(names):
+        raise BadInputError(
+            f"model.pretrained: {file} holds tensors with and without {_COMPILED!r}; save one of the two "
+            "alone"
+        )
     found = Counter[str]()
     for name in given:
         parts = name.split(".")

@@ -378,12 +378,14 @@ def _check_end(file: Path, source: Any) -> None:
     """Checks that the end-of-stream marker follows the last batch: pyarrow accepts a file without it.
 
     Raises:
-        BadInputError: If the marker is missing.
+        BadInputError: If the marker is missing, or other bytes follow it.
     """
     end = source.tell()
     source.seek(max(0, end - len(_END_OF_STREAM)))
     if source.read(len(_END_OF_STREAM)) != _END_OF_STREAM:
         raise BadInputError(f"{file}: is cut off at byte {end:,}, after a whole batch; save the data again")
+    if any(piece.strip(b"\0") for piece in iter(lambda: source.read(_BLOCK), b"")):
+        raise BadInputError(f"{file}: more lies behind its end at byte {end:,}; save the data again")
 
 
 def _unreadable(file: Path, error: Exception) -> BadInputError:

@@ -21,7 +21,7 @@ from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut
 from trainer.data.shared import names_in
 from trainer.errors import BadInputError, first_line, reading
-from trainer.host.files import hash_of_rest
+from trainer.host.files import hash_of_rest, read_at
 
 _LABEL = ("label",)
 _JOINT = "\0"  # between the classes of an image that has several
@@ -29,6 +29,7 @@ _SEPARATORS = ";\t|"
 _NAMED = 20  # columns in a message
 _LARGE = 10_000  # rows of a table whose list is kept
 _ROWS = 4096  # rows that are read at once
+_MAGIC = b"PAR1"  # at the start and end of a Parquet file
 _HEAD = 4096
 
 _Row = tuple[int, bytes, str]
@@ -205,6 +206,9 @@ def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             _columns_of(file, table.schema_arrow.names, several.wanted)
+            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+            chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+            _check_one(file, sum(chunk.total_compressed_size for chunk in chunks))
             # Other columns may be large, or of a type that pyarrow can't read.
             for batch in table.iter_batches(_ROWS, columns=wanted, use_threads=False):
                 labels = zip(*(labels_in(batch.column(name)) for name in several.wanted), strict=True)
@@ -217,6 +221,25 @@ def _parquet(file: Path, several: SeveralClasses) -> Iterator[_Row]:
         what = what_it_is(_head(file))
         reason = what if what and what != "Parquet" else first_line(error)
         raise BadInputError(f"{file}: not a readable Parquet file ({reason})") from error
+
+
+def _check_one(file: Path, pages: int) -> None:
+    """Checks that a file isn't two that were concatenated, of which pyarrow reads the last footer.
+
+    Args:
+        file: The file.
+        pages: Bytes of the pages that the footer knows.
+
+    Raises:
+        BadInputError: If it is.
+    """
+    with file.open("rb") as opened:
+        rest = read_at(opened.fileno(), len(_MAGIC) + pages, file.stat().st_size)
+    if (at := rest.find(2 * _MAGIC)) >= 0:
+        raise BadInputError(
+            f"{file}: a second Parquet file begins at byte {2 * len(_MAGIC) + pages + at:,}; take them "
+            "apart, or write the rows into one"
+        )
 
 
 def _columns_of(file: Path, columns: Sequence[str], labels: Sequence[str]) -> list[int]:

@@ -1,0 +1,36 @@
+"""CTC: sequences and targets of other lengths in each sample, which come as fields."""
+
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class Listener(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, sound):
+        return self.head(self.recurrent(sound)[0]).log_softmax(2)
+
+
+class CTC:
+    def data(self):
+        random = np.random.default_rng(0)
+        rows = {"sound": random.normal(size=(24, 12, 4)).astype(np.float32)}
+        rows |= {"target": random.integers(1, 5, (24, 4)), "frames": random.integers(9, 13, 24)}
+        rows["length"] = random.integers(1, 5, 24)
+        return rows, {name: row[:10] for name, row in rows.items()}
+
+    def model(self):
+        return Listener()
+
+    def loss(self, model, batch):
+        f = batch.fields
+        told = model(f["sound"]).transpose(0, 1)
+        return F.ctc_loss(told, f["target"], f["frames"], f["length"], reduction="none", zero_infinity=True)
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}

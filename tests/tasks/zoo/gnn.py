@@ -1,0 +1,43 @@
+"""Graph network: the graphs of a batch are padded to as many nodes each, and a mask says which count."""
+
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class Graphs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, node, edge, mask):
+        x = node
+        for layer in (self.first, self.second):
+            x = F.relu(layer(x + edge @ x / edge.sum(2, keepdim=True).clamp(min=1))) * mask[..., None]
+        return self.head(x.sum(1) / mask.sum(1, keepdim=True))
+
+
+class GNN:
+    def data(self):
+        random = np.random.default_rng(0)
+        mask = (np.arange(6) < random.integers(2, 7, 24)[:, None]).astype(np.float32)
+        edge = (random.random((24, 6, 6)) < 0.4) * mask[:, :, None] * mask[:, None]
+        rows = {
+            "node": random.normal(size=(24, 6, 3)) * mask[..., None],
+            "edge": np.maximum(edge, edge.swapaxes(1, 2)),
+        }
+        rows = {"mask": mask, **{name: row.astype(np.float32) for name, row in rows.items()}}
+        rows["label"] = (mask.sum(1) > 3).astype(np.int64)
+        return rows, {name: row[:10] for name, row in rows.items()}
+
+    def model(self):
+        return Graphs()
+
+    def loss(self, model, batch):
+        f = batch.fields
+        return F.cross_entropy(model(f["node"], f["edge"], f["mask"]), f["label"], reduction="none")
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}

@@ -1,0 +1,37 @@
+"""Neural ODE: one layer is applied again and again, by Runge and Kutta's steps."""
+
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.speed = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def forward(self, y):
+        for _ in range(4):
+            a = self.speed(y)
+            b = self.speed(y + a / 8)
+            c = self.speed(y + b / 8)
+            y = y + (a + 2 * b + 2 * c + self.speed(y + c / 4)) / 24
+        return y
+
+
+class NeuralODE:
+    def data(self):
+        start = np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32)
+        rows = {"start": start, "end": start @ np.float32([[0.5, -0.8], [0.8, 0.5]])}
+        return rows, {name: row[:10] for name, row in rows.items()}
+
+    def model(self):
+        return Flow()
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch.fields["start"]), batch.fields["end"], reduction="none").sum(1)
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
