@@ -81,10 +81,9 @@ RUN echo 'trainer:*:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     find / -xdev -perm /6000 -type f -exec chmod a-s {} +
 COPY --chmod=755 scripts/entrypoint scripts/healthy scripts/bashrc scripts/as_owner.py scripts/tensorboard_once.py /opt/image/
 COPY --chmod=755 scripts/on_top.py /opt/image/on-top
-COPY --chmod=755 scripts/uv /opt/image/bin/uv
 COPY --chmod=644 scripts/profile.sh /etc/profile.d/trainer.sh
 # Last in it, what the user adds: packages on top never come before the image's.
-ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/image/bin:/workspace/.packages/${STACK}/bin \
+ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/workspace/.packages/${STACK}/bin \
     LANG=C.UTF-8 \
     PYTHONNOUSERSITE=1 \
     PYTHONUNBUFFERED=1 \

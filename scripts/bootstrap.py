@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 OLDEST, NEWEST = (3, 10), (3, 13)
 PLATFORMS = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}
 ROOT = Path(__file__).resolve().parent.parent
-CONTAINER = "use the container image instead (RUNTIME=container)"
+CONTAINER = "use the container image instead (docker compose run --rm train digits)"
 STAMP, LOCK, SITE = ".bootstrap.json", ".bootstrap.lock", "lib/python*/site-packages/*"
 VERSION = "{}.{}".format(*sys.version_info)
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from trainer.config.suggest import nearest  # noqa: E402
 from trainer.errors import BadInputError  # noqa: E402
 from trainer.host.gpus import Gpu, parse_gpus  # noqa: E402
-from trainer.host.stacks import Stack, numbers, read_stacks, stack_fitting  # noqa: E402
+from trainer.host.stacks import Stack, read_stacks  # noqa: E402
 
 
 def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -85,8 +84,6 @@ def check_disk(need_gb: float) -> None:
 def check_ports(ports: Mapping[str, str]) -> None:
     """Checks that nobody listens on the ports of 127.0.0.1 that variables (JUPYTER_PORT) give."""
     for variable, port in ports.items():
-        if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise BadInputError(f"{variable}={port}: give a port from 1 to 65535")
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -106,26 +103,6 @@ def check_stack(name: str) -> Stack:
     if name not in stacks:
         raise BadInputError(f"no stack {name!r}{nearest(name, stacks) or '; there are ' + ', '.join(stacks)}")
     return stacks[name]
-
-
-def check_driver(stack: Stack, driver: str, architectures: Sequence[str]) -> None:
-    """Checks a driver against a stack's floor; names the newest stack that would fit."""
-    if not driver or numbers(driver) >= numbers(stack.floor):
-        return
-    best = stack_fitting(driver, architectures, read_stacks())
-    remedy = f"STACK={best} fits it" if best else "no stack fits it"
-    raise BadInputError(
-        f"driver {driver} is too old for {stack.name}, which needs {stack.floor}: {remedy}; or update the "
-        "driver, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
-    )
-
-
-def host_driver() -> tuple[str, list[str]]:
-    """Returns the driver's version ("" if unknown) and each GPU's architecture (sm_90)."""
-    asked = "--query-gpu=driver_version,compute_cap"
-    lines = call("nvidia-smi", asked, "--format=csv,noheader").stdout.splitlines()
-    rows = [line.split(", ") for line in lines if re.fullmatch(r"[\d.]+, \d+\.\d", line)]
-    return (rows[0][0] if rows else ""), [f"sm_{row[1].replace('.', '')}" for row in rows]
 
 
 def container_gpus(image: str) -> tuple[list[Gpu], str]:

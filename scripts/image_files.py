@@ -65,7 +65,6 @@ MADE = (
     Made("opt/conda/.condarc", text="channels: [conda-forge]\ndefault_channels: []\n"),
     Made("opt/image/entrypoint", like="scripts/entrypoint"),
     Made("opt/image/healthy", like="scripts/healthy"),
-    Made("opt/image/bin/uv", like="scripts/uv"),
     Made("opt/image/on-top", like="scripts/on_top.py"),
     Made("opt/image/as_owner.py", like="scripts/as_owner.py"),
     Made("opt/image/bashrc", like="scripts/bashrc"),

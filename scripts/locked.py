@@ -1,4 +1,4 @@
-"""Reads a stack's locks, for the walk over its image, its bill of materials and its audit."""
+"""Reads a stack's locks, for the walk over its image and its bill of materials."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lets users add packages to an image whose environment isn't theirs to change.
 
-pip and uv install below /workspace, which is mounted, into a virtual environment (on_top.py); Python looks
+pip installs below /workspace, which is mounted, into a virtual environment (on_top.py); Python looks
 there after the environment's own packages. What the image has stays as it is: a file of constraints holds it.
 Runs while the image is built; the standard library is enough.
 """

@@ -1,44 +1,43 @@
 #!/usr/bin/env python3
-"""Runs what `make train`, `doctor`, `shell`, `up` and `down` ask for, in a container or in .venv.
+"""Runs what `make doctor`, `shell`, `up` and `down` ask for in containers of the image; it says what and why.
 
-It says which and why. Nothing here builds an image, but `up` does where it is missing, and says so. The
-standard library is enough.
+Nothing here builds an image, but `up` does where it is missing, and says so. The standard library is enough.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import hashlib
+import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from container_words import container_words, gpus_here, say, show
 from engine_checks import (
     ROOT,
     call,
-    check_driver,
     check_engine,
     check_ports,
     check_stack,
     container_gpus,
     has_image,
-    host_driver,
     image_digest,
+    is_rootless,
     last_line,
 )
 
 from trainer.errors import BadInputError
 from trainer.host.environment import IMAGE_DIGEST
-from trainer.host.gpus import Gpu, chosen_gpus
+from trainer.host.gpus import Gpu, host_gpus, visible_gpus
 
 SERVICES = {"jupyter": "JUPYTER_PORT", "tensorboard": "TENSORBOARD_PORT", "ssh": "SSH_PORT"}
 COMPOSE, GPU_FILE = "docker-compose.yml", "scripts/compose/gpu.yml"
@@ -46,142 +45,85 @@ PROJECT, ONE_OFF = "com.docker.compose.project", "com.docker.compose.oneoff=True
 NAME = "COMPOSE_PROJECT_NAME"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts that decide between container and .venv.
+def gpus_here() -> tuple[list[Gpu], list[str]]:
+    """The host's GPUs, and what CUDA_VISIBLE_DEVICES leaves, as words that CUDA and the engine both take."""
+    gpus = host_gpus() or []
+    visible, _ = visible_gpus([gpu.uuid for gpu in gpus], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return gpus, visible
 
-    Attributes:
-        runtime: RUNTIME: auto, local or container.
-        image: The image that would run.
-        given: Whether it was named with IMAGE=, not taken from the stack.
-        engine: Why no engine can be used, or "".
-        present: Whether the engine has the image.
-        gpus: The GPUs of the host that may be used, by UUID.
-        seen: Those that a container sees.
-        blind: Why it sees none, or "".
-        outside: A path that the request names and a container wouldn't see, or "".
-        conda: The stack, if its PyTorch comes from conda, so that .venv can't hold it; or "".
+
+def gpu_words(gpus: Sequence[Gpu], chosen: Sequence[str], order: str) -> list[str]:
+    """The options of `docker run` that give a container these GPUs and no other.
+
+    Args:
+        gpus: The host's.
+        chosen: Those to give.
+        order: CUDA_DEVICE_ORDER.
     """
-
-    runtime: str = "auto"
-    image: str = "trainer:x-train"
-    given: bool = False
-    engine: str = ""
-    present: bool = True
-    gpus: frozenset[str] = frozenset()
-    seen: frozenset[str] = frozenset()
-    blind: str = ""
-    outside: str = ""
-    conda: str = ""
-
-
-def decide(facts: Facts) -> tuple[bool, str]:
-    """Chooses: whether to use the container, and why.
-
-    Raises:
-        BadInputError: If what was asked for can't be had.
-    """
-    if facts.runtime not in ("auto", "local", "container"):
-        raise BadInputError(f"RUNTIME is auto, local (.venv) or container, not {facts.runtime!r}")
-    lacking = "RUNTIME=local" if facts.runtime == "local" else _lacking(facts)
-    if not lacking:
-        every = f", and it sees every GPU ({len(facts.gpus)})" if facts.gpus else ""
-        return True, f"{facts.image} is here{every}"
-    if facts.runtime == "container":
-        raise BadInputError(f"RUNTIME=container: {lacking}")
-    if facts.conda:
-        raise BadInputError(
-            f"STACK={facts.conda} is conda's, which .venv can't hold, and no container can run ({lacking}): "
-            f"make image STACK={facts.conda}, or conda env create -f stacks/{facts.conda}/environment.yml"
-        )
-    return False, lacking
+    if not chosen:
+        return []
+    if len(chosen) == len(gpus) and list(chosen) == [gpu.index for gpu in gpus]:
+        return ["--gpus", "all"]
+    if (
+        len({gpu.name for gpu in gpus}) > 1
+        and order != "PCI_BUS_ID"
+        and any(one.isdecimal() for one in chosen)
+    ):
+        # CUDA numbers GPUs of several kinds by speed, the engine by the bus: let CUDA choose.
+        return ["--gpus", "all", "--env", f"CUDA_VISIBLE_DEVICES={','.join(chosen)}"]
+    return ["--gpus", f'"device={",".join(chosen)}"']
 
 
-def _lacking(facts: Facts) -> str:
-    """Returns why the container can't be used, or ""."""
-    if facts.engine:
-        return facts.engine
-    if not facts.present:
-        named = f"IMAGE={facts.image} can't be pulled" if facts.given else f"no image {facts.image}"
-        stack = facts.image.partition(":")[2].removesuffix("-train")
-        return named if facts.given else f"{named}; make image STACK={stack} builds it"
-    unseen = facts.gpus - facts.seen
-    if unseen:
-        some = f"a container sees {len(facts.gpus) - len(unseen)} of {len(facts.gpus)} GPUs"
-        return f"{some} ({facts.blind})" if facts.blind else some
-    if facts.outside:
-        return f"{facts.outside} is outside this folder and DATA, which is all that a container sees"
-    return ""
+def docker_words(
+    image: str, gpus: Sequence[str], data: str = "", *, rootless: bool, digest: str = ""
+) -> list[str]:
+    """`docker run` as this user, on this folder, with no capability that isn't needed."""
+    user, group, tty = os.getuid(), os.getgid(), sys.stdin.isatty() and sys.stdout.isatty()
+    # Under a rootless engine the container's root is this user. Where root calls, the checkout may be
+    # somebody else's: the entrypoint becomes that user, and needs the capabilities for it.
+    as_root = rootless or user == 0
+    words = ["docker", "run", "--rm", "--user", "0:0" if as_root else f"{user}:{group}", "--cap-drop", "ALL"]
+    words += ["--cap-add=SETUID", "--cap-add=SETGID", "--cap-add=KILL"] if as_root else []
+    # Compilers recurse deeply.
+    words += ["--security-opt", "no-new-privileges", "--ulimit", f"stack={64 << 20}"]
+    words += ["--shm-size", "2g", "--stop-timeout", "40"]
+    # A cache for each user: compiled code in it is run.
+    mounts = [["type=bind", f"source={ROOT}", "target=/workspace"]]
+    mounts += [["type=volume", f"source=trainer-cache-{user}", "target=/cache"]]
+    mounts += [["type=bind", f"source={data}", f"target={data}", "readonly"]] if data else []
+    for fields in mounts:
+        # The engine reads --mount as a line of CSV: a folder's name may hold a comma.
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow(fields)
+        words += ["--mount", line.getvalue()]
+    words += ["--env", "PYTHONPATH=/workspace", *(["--env", f"{IMAGE_DIGEST}={digest}"] if digest else [])]
+    # By these the user may read what a group shares. A rootless engine doesn't know the host's.
+    shares = [] if as_root else sorted(set(os.getgroups()) - {0, group})
+    words += [f"--group-add={one}" for one in shares]
+    return [*words, *(["--interactive", "--tty"] if tty else []), *gpus, image]
 
 
-def outside(words: Sequence[str], data: str) -> str:
-    """The first path among a request's words that lies outside this folder and DATA, or "".
+def container_words(image: str, gpus: Sequence[Gpu], chosen: Sequence[str], data: str) -> list[str]:
+    """`docker run` of an image here, with some of the host's GPUs and a folder (or "") to show."""
+    words = gpu_words(gpus, chosen, os.environ.get("CUDA_DEVICE_ORDER", ""))
+    data = data and str(Path(data).resolve())
+    return docker_words(image, words, data, rootless=is_rootless(), digest=image_digest(image))
 
-    Of other words than --out only what exists, or could be made, is taken for a path.
-    """
-    known = [ROOT, *([Path(data).resolve()] if data else [])]
-    for before, word in zip(["", *words], words, strict=False):
-        path = word.rpartition("=")[2]
-        there = (ROOT / path).resolve() if path.startswith(("/", "../")) else ROOT
-        is_path = "--out" in (before, word.partition("=")[0]) or there.exists() or there.parent.exists()
-        if is_path and not any(there.is_relative_to(one) for one in known):
-            return path
-    return ""
+
+def say(line: str) -> None:
+    """Tells what was chosen, before what runs says anything."""
+    print(f"runtime: {line}", flush=True)
+
+
+def show(words: Sequence[str]) -> None:
+    """Prints a command as one would type it."""
+    print(" ".join(shlex.quote(word) for word in words), flush=True)
 
 
 def become(words: Sequence[str]) -> NoReturn:
     """Prints a command and becomes it: signals and the exit code are its own."""
     show(words)
     os.execvp(words[0], list(words))
-
-
-def train(options: argparse.Namespace) -> None:
-    """`make train`: in the container or in .venv."""
-    if options.data and not Path(options.data).is_dir():
-        raise BadInputError(f"DATA={options.data} is no folder: the engine would make an empty one there")
-    local_lock = "/" in options.stack  # make train STACK=tests/compat/torch2.5
-    stack = None if local_lock else check_stack(options.stack)
-    image = options.image or f"trainer:{options.stack}-train"
-    gpus, visible = gpus_here()
-    if options.gpus and not visible:
-        why = "CUDA_VISIBLE_DEVICES hides them all" if gpus else "nvidia-smi shows none here"
-        raise BadInputError(f"GPUS={options.gpus}: {why}; leave GPUS out to train on the CPU")
-    chosen = chosen_gpus(options.gpus, visible) if options.gpus else visible
-    if stack and not options.image and visible:
-        check_driver(stack, *host_driver())
-    facts = _facts(options, image, [gpu for gpu in gpus if visible], bool(stack and stack.conda))
-    container, why = decide(facts)
-    say(f"{'container' if container else '.venv'}: {why}")
-    if container:
-        become([*container_words(image, gpus, chosen, options.data), "trainer", "train", *options.words])
-    bootstrap = [sys.executable, str(ROOT / "scripts/bootstrap.py"), "--stack", options.stack]
-    code = subprocess.call([*bootstrap, "--venv", options.venv, "--groups", "train"])
-    if code:
-        raise SystemExit(code)
-    gpu_option = ["--gpus", options.gpus] if options.gpus else []
-    become([f"{options.venv}/bin/trainer", "train", *options.words[:1], *gpu_option, *options.words[1:]])
-
-
-def _facts(options: argparse.Namespace, image: str, gpus: Sequence[Gpu], conda: bool) -> Facts:
-    """Asks the engine only what the choice needs."""
-    common = {"runtime": options.runtime, "image": image, "conda": options.stack if conda else ""}
-    given, uuids = bool(options.image), frozenset(gpu.uuid for gpu in gpus)
-    if options.runtime not in ("auto", "container"):
-        return Facts(**common)
-    try:
-        check_engine()
-    except BadInputError as error:
-        return Facts(**common, engine=str(error))
-    present = has_image(image)
-    if given and not present:
-        show(["docker", "pull", image])
-        present = subprocess.call(["docker", "pull", image]) == 0
-    if not present:
-        return Facts(**common, given=given, present=False)
-    seen, blind = container_gpus(image) if gpus else ([], "")
-    found = frozenset(gpu.uuid for gpu in seen)
-    beyond = outside(options.words, options.data)
-    return Facts(**common, given=given, gpus=uuids, seen=found, blind=blind, outside=beyond)
 
 
 def doctor(options: argparse.Namespace) -> None:
@@ -368,7 +310,7 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for action in (train, doctor, shell, up, down):
+    for action in (doctor, shell, up, down):
         command = commands.add_parser(action.__name__, help=action.__doc__, description=action.__doc__)
         command.set_defaults(action=action)
         add = command.add_argument
@@ -381,16 +323,13 @@ def main() -> None:
         )
         add("--image", default="", metavar="TAG", help="an image instead of the stack's")
         add("--data", default="", metavar="DIR", help="a folder to show to the container, read-only")
-        if action in (train, doctor):
+        if action is doctor:
             add("--venv", default=".venv", metavar="DIR", help="where .venv is (%(default)s)")
-        if action is train:
-            add("--runtime", default="auto", metavar="NAME", help="auto, local or container (%(default)s)")
-            add("--gpus", default="", metavar="N|LIST", help="a count (2), or indices (0,1 or id:1)")
         add(
             "words",
             nargs="*",
             metavar="WORD",
-            help="after --: of `trainer train` or `doctor`, the shell, `compose up` or `down`",
+            help="after --: of `trainer doctor`, the shell, `compose up` or `down`",
         )
     options = parser.parse_args()
     os.environ["PWD"] = str(Path.cwd())  # by which Compose names the project; older ones don't ask the system

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime import docker_words
 from stack_table import TABLE, table
 
 from tests.helpers.doctor_box import ABSENT, DISK, GIB, PROVOKED, healthy
@@ -17,7 +18,6 @@ from trainer.commands.doctor import doctor as examine
 from trainer.commands.doctor.doctor import CHECKS, judge_facts, print_findings
 from trainer.commands.doctor.facts import CheckResult, Gpus, fine
 from trainer.host.disks import Data, read_data
-from trainer.host.engine import run_words
 from trainer.host.stacks import read_stacks, stack_fitting, unsupported
 from trainer.train import provenance
 
@@ -74,7 +74,7 @@ def test_no_remedy_is_in_force_in_our_own_image() -> None:
     """Neither a variable that the image sets so, nor an option that every container of it gets."""
     image = image_environ()
     assert image["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
-    words = " ".join(run_words("1:1", 2, 40, [], {}))
+    words = " ".join(docker_words("image", [], rootless=False))
     given = [word.replace(" ", "=") for word in re.findall(r"--\S+ \S+", words)]
     assert "--shm-size=2g" in given
     for name, _, changes, _ in PROVOKED:

@@ -1,6 +1,7 @@
-"""P2, one command: `make up`, `make shell` and make itself start what was asked, or say in a line why not."""
+"""P2, one command: `make up`, `make down` and make itself start what was asked, or say in a line why not."""
 
 import ast
+import contextlib
 import re
 import shutil
 import socket
@@ -135,69 +136,47 @@ def test_up_writes_no_env_that_compose_does_not_read(machine: Machine, name: str
     assert not (machine.root / ".env").exists()
 
 
-def test_shell(machine: Machine) -> None:
-    machine.engine()
-    machine.run("shell", "--", "python", "-V")
-    assert machine.asked()[-1][-3:] == ["trainer:torch2.9-cu128-dev", "python", "-V"]
-    machine.engine(image_inspect=(1, "", ""))
-    assert "make image STACK=torch2.9-cu128 builds it" in machine.refused("shell")
-
-
 @pytest.mark.skipif(MAKE is None, reason="no make here")
-def test_make_passes_everything_on(machine: Machine) -> None:
-    shutil.copy(ROOT / "Makefile", machine.root)
-    machine.gpus()
-    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
-
-    (machine.tools / "python3").symlink_to(sys.executable)
-
-    def make(*words: str) -> list[str]:
+class TestMake:
+    def make(self, machine: Machine, *words: str, code: int = 0, **env: str) -> tuple[str, str]:
         assert MAKE
+        shutil.copy(ROOT / "Makefile", machine.root)
+        for name in ("awk", "grep"):
+            with contextlib.suppress(FileExistsError):
+                (machine.tools / name).symlink_to(str(shutil.which(name)))
+        more = {**machine.env, **env}
         done = subprocess.run(
-            [MAKE, *words], cwd=machine.root, env=machine.env, capture_output=True, text=True, check=False
+            [MAKE, *words], cwd=machine.root, env=more, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return machine.asked()[-1]
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout, done.stderr
 
-    words = make("train", "RECIPE=resnet50-synthetic", "GPUS=0,1", "OUT=my runs/a", "ARGS=--set 'a=[1, 2]'")
-    assert words[-7:] == ["trainer", "train", "resnet50-synthetic", "--out", "my runs/a", "--set", "a=[1, 2]"]
-    assert words[words.index("--gpus") + 1] == "all"
-    assert make("train", "RESUME=1", "IMAGE=there/x:1")[-5:] == [
-        "trainer",
-        "train",
-        "digits",
-        "--resume",
-        "newest",
-    ]
-    assert "there/x:1" in machine.asked()[-1]
-    assert make("shell", "STACK=torch2.6-cu124", "ARGS=id")[-2:] == ["trainer:torch2.6-cu124-dev", "id"]
+    def test_it_passes_everything_on(self, machine: Machine) -> None:
+        machine.engine()
+        (machine.tools / "python3").symlink_to(sys.executable)
+        given = ("RECIPE=gpt-char", "GPUS=0,1", "OUT=my runs/a", "RESUME=1", "ARGS=--set 'a=[1, 2]'")
+        out, _ = self.make(machine, "train", *given, "STACK=x", code=2)  # as the stand-in's code isn't 0
+        assert "bootstrap.py --stack x --venv .venv --groups train\n" in out
+        assert (
+            "in .venv: train gpt-char --gpus 0,1 --out my runs/a --resume auto --set a=[1, 2]\n" in out
+        )
+        for word in ("RUNTIME=container", "DATA=/data", "IMAGE=there/x:1"):  # not passed over
+            assert "docker compose run --rm train digits" in self.make(machine, "train", word, code=2)[1]
+        self.make(machine, "shell", "STACK=torch2.6-cu124", "ARGS=id")
+        assert machine.asked()[-1][-2:] == ["trainer:torch2.6-cu124-dev", "id"]
 
+    def test_it_reads_no_env(self, machine: Machine) -> None:
+        """Its command line, then its environment, where an empty value is none, as in Compose's file."""
 
-@pytest.mark.skipif(MAKE is None, reason="no make here")
-def test_make_reads_no_env(machine: Machine) -> None:
-    """Its command line, then its environment, where an empty value is none, as in Compose's file."""
-    shutil.copy(ROOT / "Makefile", machine.root)
-    for name in ("awk", "grep"):
-        (machine.tools / name).symlink_to(str(shutil.which(name)))
+        def stack(*words: str, **env: str) -> tuple[str, bool]:
+            out, err = self.make(machine, "help", "doctor", "--dry-run", *words, **env)
+            return re.findall(r"runtime.py doctor --stack (\S+)", out)[0], ".env: make takes STACK" in err
 
-    def stack(*words: str, **env: str) -> tuple[str, list[str]]:
-        assert MAKE
-        command, more = [MAKE, "help", "doctor", "--dry-run", *words], {**machine.env, **env}
-        done = subprocess.run(command, cwd=machine.root, env=more, capture_output=True, text=True, check=True)
-        told = re.findall(r"\.env: make takes (\w+)", done.stderr)
-        return re.findall(r"runtime.py doctor --stack (\S+)", done.stdout)[0], told
-
-    assert stack() == ("torch2.9-cu128", [])
-    (machine.root / ".env").write_text("STACK=torch2.6-cu124\nRUNTIME=cloud\n")
-    assert stack() == ("torch2.9-cu128", ["STACK", "RUNTIME"])
-    assert stack(RUNTIME="local") == ("torch2.9-cu128", ["STACK"])
-    for words, env, wanted in (
-        ((), {"STACK": "torch2.14-cu130"}, "torch2.14-cu130"),
-        (("STACK=torch2.6-cu124",), {"STACK": "torch2.14-cu130"}, "torch2.6-cu124"),
-    ):
-        assert stack(*words, **env) == (wanted, ["RUNTIME"])
-    for words, env in (((), {"STACK": ""}), (("STACK=",), {"STACK": ""})):
-        assert stack(*words, **env) == ("torch2.9-cu128", ["STACK", "RUNTIME"])
+        assert stack() == ("torch2.9-cu128", False)
+        (machine.root / ".env").write_text("STACK=torch2.6-cu124\n")
+        assert stack() == stack(STACK="") == stack("STACK=", STACK="") == ("torch2.9-cu128", True)
+        assert stack(STACK="torch2.14-cu130") == ("torch2.14-cu130", False)
+        assert stack("STACK=torch2.6-cu124", STACK="torch2.14-cu130") == ("torch2.6-cu124", False)
 
 
 def test_down_ends_what_compose_left(machine: Machine) -> None:
@@ -226,7 +205,6 @@ def test_down_ends_what_compose_left(machine: Machine) -> None:
 def test_an_old_python_can_read_the_scripts() -> None:
     for name in (
         "scripts/runtime.py",
-        "scripts/container_words.py",
         "scripts/engine_checks.py",
         "trainer/__init__.py",
         "trainer/version.py",
