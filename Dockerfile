@@ -22,14 +22,14 @@ FROM conda-base AS tools
 ARG STACK=torch2.9-cu128
 ARG TORCH_VERSION=2.9.1
 ARG DRIVER=525.60.13
-COPY scripts/conda_env.py scripts/explicit_lock.py scripts/install_wheels.py scripts/prune_env.py scripts/wheels.py /tools/
+COPY scripts/conda_env.py scripts/install_wheels.py scripts/locks.py scripts/prune_env.py /tools/
 RUN --mount=type=bind,source=stacks,target=/stacks --mount=type=secret,id=ca \
     for line in "torch = \"$TORCH_VERSION\"" "floor = \"$DRIVER\""; do \
         grep -qsF "$line" "/stacks/$STACK/stack.toml" || \
             { echo "STACK=$STACK hasn't $line: make image STACK=… builds one of" /stacks/*/ >&2; exit 2; }; \
     done; \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \
-    /opt/conda/bin/python -B /tools/wheels.py "/stacks/$STACK/wheels.lock" /tools
+    /opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools
 
 # Python and native tools, by conda from an explicit lock.
 FROM tools AS env

@@ -39,7 +39,7 @@ if (platform.system(), platform.machine()) not in PLATFORMS:
 
 import fcntl  # noqa: E402
 
-from wheels import Wheel, get_uv, index, read_lock, select  # noqa: E402
+from locks import Wheel, get_uv, index, read_wheels, select  # noqa: E402
 
 
 def find_lock(stack: str, venv: Path) -> Path:
@@ -69,8 +69,9 @@ def has_cuda_on_arm(wheels: list[Wheel]) -> bool:
 def say_where_cuda_is(lock: Path, wheels: list[Wheel], machine: str, driver: Path) -> None:
     """Tells of a GPU that torch of this stack can't use: on Arm (Grace) most stacks are CPU builds."""
     if machine == "aarch64" and driver.exists() and not has_cuda_on_arm(wheels):
-        locks = {path.parent.name: read_lock(path.read_text()) for path in ROOT.glob("stacks/*/wheels.lock")}
-        others = " or ".join(f"STACK={name}" for name, one in sorted(locks.items()) if has_cuda_on_arm(one))
+        stacks = sorted(ROOT.glob("stacks/*/wheels.lock"))
+        fit = [one.parent.name for one in stacks if has_cuda_on_arm(read_wheels(one.read_text()))]
+        others = " or ".join(f"STACK={name}" for name in fit)
         print(f"bootstrap: {lock.parent.name} trains on the CPU of this machine; {others} has CUDA for it")
 
 
@@ -79,7 +80,7 @@ class Venv:
 
     def __init__(self, path: Path, lock: Path, groups: list[str]) -> None:
         self.path, self.lock, self.asked = path, lock, groups
-        self.python, self.wheels = path / "bin/python", read_lock(lock.read_text())
+        self.python, self.wheels = path / "bin/python", read_wheels(lock.read_text())
 
     def describe(self, groups: list[str]) -> dict[str, Any]:
         """The stamp of an environment with these groups."""

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conda_lock import read_toml
 from engine_checks import (
     ROOT,
     call,
@@ -26,7 +26,8 @@ from engine_checks import (
     image_digest,
     last_line,
 )
-from image_archives import differing_files, read_layers
+from image_tar import blob, read_layer
+from locks import read_toml
 
 from trainer.errors import BadInputError
 from trainer.version import __version__
@@ -314,31 +315,53 @@ def verify(request: Request, load: bool, prune: bool, need_gb: float | None) -> 
             print(f"image: {line}", file=sys.stderr)
         if found:
             return 1
-        built = read_layers(second)
+        built, layers = read_layers(second)
         first.unlink()
         if load:
             run("docker", "load", "--quiet", "--input", second)
-    print(f"image: two builds gave {built.digest} ({len(built.layers)} layers)")
+    print(f"image: two builds gave {built} ({len(layers)} layers)")
     if load:
         check_facts(request, stack)
-        if image_digest(request.name) != built.digest:
-            raise BadInputError(f"the engine loaded {request.name} as another image than {built.digest}")
+        if image_digest(request.name) != built:
+            raise BadInputError(f"the engine loaded {request.name} as another image than {built}")
     return 0
+
+
+def read_layers(archive: Path) -> tuple[str, list[str]]:
+    """Returns the digest of the manifest in an OCI archive of one image, and those of its layers."""
+    with tarfile.open(archive) as tar:
+
+        def read(name: str) -> Any:
+            file = tar.extractfile(name)
+            assert file is not None
+            return json.load(file)
+
+        digest = read("index.json")["manifests"][0]["digest"]
+        return digest, [layer["digest"] for layer in read(blob(digest))["layers"]]
+
+
+def differing_files(archives: tuple[Path, Path], layers: tuple[str, str]) -> list[str]:
+    """Returns the paths that differ between a layer of one archive and one of the other (uncompressed)."""
+    read = []
+    for archive, digest in zip(archives, layers, strict=True):
+        with tarfile.open(archive) as tar:
+            layer = tar.extractfile(blob(digest))
+            assert layer is not None
+            read.append(read_layer(layer, lambda _: False))
+    return sorted(name for name in read[0].keys() | read[1].keys() if read[0].get(name) != read[1].get(name))
 
 
 def differences(first: Path, second: Path, compression: str) -> list[str]:
     """Returns differences between two archives of an image, a line per layer; none if digests are equal."""
-    one, two = read_layers(first), read_layers(second)
-    if one.digest == two.digest:
+    (one, lower), (two, upper) = read_layers(first), read_layers(second)
+    if one == two:
         return []
-    lines = [f"two builds gave {one.digest} and {two.digest}"]
-    if len(one.layers) != len(two.layers):
-        lines.append(f"{len(one.layers)} layers and {len(two.layers)}")
-    for number, layers in enumerate(zip(one.layers, two.layers, strict=False)):
+    lines = [f"two builds gave {one} ({len(lower)} layers) and {two} ({len(upper)})"]
+    for number, layers in enumerate(zip(lower, upper, strict=False)):
         if layers[0] != layers[1]:
             names = "(compressed: make verify-image names the files)"
             if compression == "uncompressed":
-                found = differing_files(first, second, layers)
+                found = differing_files((first, second), layers)
                 names = f"{len(found)} files, {', '.join(found[:20])}"
             lines.append(f"layer {number} differs: {names}")
     return lines

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Finds the owner of every file of an image: the base, a conda record, a wheel's RECORD, or this repository.
 
-An image is a name that the engine knows, a tar file, or a folder in OCI's layout; it is read once, from
-outside, and needs nothing. A file that nobody owns, that differs from its record, or that a record names
+An image is a name that the engine knows, or an archive of it; it is read once, from outside, and needs
+nothing. A file that nobody owns, that differs from its record, or that a record names
 and is not there is a finding; so is what no image should hold (image_hazards.py). Of a library that
 prune_env.py took symbols from, its list has the record's hash and the file's. Of bytecode the header is
 checked, which names its source's hash, not the code. With --stack, the records must be those of the stack's
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from explicit_lock import LockError
 from image_hazards import Finding, hazards
 from image_records import (
     BYTECODE,
@@ -38,10 +37,9 @@ from image_records import (
     wheel_claims,
     wrong_bytecode,
 )
-from image_tar import Entry, Files, Image, ImageError, opened, read_image, read_layout
-from locked import Locked, read_locks
+from image_tar import Entry, Files, Image, ImageError, load_image
+from locks import Locked, LockError, canonical, read_locks
 from sbom import bill
-from wheels import canonical
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 20  # findings of one kind on the terminal
@@ -215,19 +213,11 @@ def totals(report: Report, files: Files) -> dict[str, tuple[int, int]]:
     return found
 
 
-def load(name: str) -> Image:
-    """Reads an image by its name, or from its file or folder."""
-    if Path(name, "index.json").is_file():
-        return read_layout(Path(name), keep)
-    with opened(name) as source:
-        return read_image(source, keep)
-
-
 def walk(options: argparse.Namespace) -> int:
     """Reads the images, writes what is asked for, says what is wrong; returns the exit code."""
     locked = read_locks(options.stacks / options.stack) if options.stack else None
-    bases = [load(name) for name in options.base]
-    image = load(options.image)
+    bases = [load_image(name, keep) for name in options.base]
+    image = load_image(options.image, keep)
     report = account(image, bases, locked=locked)
     sums = totals(report, image.files)
     if options.json:
@@ -270,7 +260,7 @@ def main(words: list[str] | None = None) -> None:
     add(
         "image",
         metavar="IMAGE",
-        help="a name that the engine knows, a tar file of an image or file system, or a folder in OCI layout",
+        help="a name that the engine knows, or an archive in OCI's layout (/dev/stdin: of a pipe)",
     )
     add("--base", nargs="+", required=True, metavar="IMAGE", help="what it is built from or copies from")
     add("--stack", default="", metavar="NAME", help="the records must be of this stack's locks")

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import conda_lock
-from conda_lock import FILES, Package, read_toml
-from wheels import canonical, read_lock
+from conda_lock import FILES, Package
+from locks import canonical, read_toml, read_wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "torch2.9-cu128"
@@ -139,7 +139,7 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
         folder = Path(temporary)
         (folder / "pyproject.toml").write_text(f"[tool.uv]\nenvironments = {json.dumps(environments)}\n")
         if old.exists() and not upgrade:
-            kept = "".join(f"{wheel.text}\n" for wheel in read_lock(old.read_text()))
+            kept = "".join(f"{wheel.text}\n" for wheel in read_wheels(old.read_text()))
             (folder / "lock").write_text(kept)
         # With conda, what depends on torch would bring its wheels' CUDA along, beside conda's.
         absent = ["torch"] if description["kind"] == "conda" else description.get("without", [])

@@ -16,6 +16,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from locks import digest_of
+
 SITE = "lib/python3.*/site-packages"
 
 
@@ -183,15 +185,6 @@ def strip_all(prefix: Path, gone: set[Path]) -> tuple[dict[Path, dict[str, str]]
         shutil.copymode(path, new)
         new.replace(path)
     return stripped, saved
-
-
-def digest_of(path: Path) -> str:
-    """Returns the digest of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def prune(prefix: Path) -> dict[str, object]:

@@ -24,10 +24,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from conda_lock import read_toml
 from image_records import license_of
+from locks import Wheel, read_toml, read_wheels
 from sbom import cyclonedx
-from wheels import Wheel, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "torch2.9-cu128"
@@ -241,7 +240,7 @@ def release(tag: str, out: Path, source: str) -> None:
     epoch = int(git("log", "-1", "--format=%ct"))
     build(out.resolve(), source, tag, epoch)
     (out / "notes.md").write_text(notes)
-    wheels = read_lock((ROOT / "stacks" / DEFAULT / "wheels.lock").read_text())
+    wheels = read_wheels((ROOT / "stacks" / DEFAULT / "wheels.lock").read_text())
     (out / "sbom.cdx.json").write_text(json.dumps(bill(version, wheels, epoch), indent=1) + "\n")
     (out / "provenance.json").write_text(json.dumps(provenance(out, source, tag), indent=1) + "\n")
     listed = "".join(f"{value}  {name}\n" for name, value in sums(out).items())

@@ -8,8 +8,7 @@ from urllib.parse import quote
 
 from image_records import Component, pruned
 from image_tar import Image
-from locked import Locked
-from wheels import canonical
+from locks import Locked, canonical
 
 
 def purl(one: Component) -> str:

@@ -21,8 +21,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from conda_lock import read_toml
-from explicit_lock import Package, parse_lock
+from locks import Package, read_conda, read_toml
 
 from tests.container.run import engine
 from tests.container.stand_in_conda import raw_zstd
@@ -153,7 +152,7 @@ def small_locks(project: Path, channel: Path, address: str) -> None:
         shutil.copytree(ROOT / "stacks" / original, folder)
         for lock in folder.glob("conda*.lock"):
             lines = []
-            for one in parse_lock(lock.read_text()):
+            for one in read_conda(lock.read_text()):
                 files: dict[str, bytes | str] = {f"share/small/{one.name}": one.record.encode()}
                 if one.name == "python":
                     files |= python_files("3.11")
@@ -188,7 +187,7 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
         (folder / name).write_text(text.replace(f'"{COPIES[STACKS[0]]}"', f'"{STACKS[0]}"'))
     head = (ROOT / "Dockerfile").read_text().partition("# PyTorch and what the trainer needs")[0]
     head = head.replace(
-        '/opt/conda/bin/python -B /tools/wheels.py "/stacks/$STACK/wheels.lock" /tools', "true"
+        '/opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools', "true"
     )
     for name, digest in digests.items():
         head = re.sub(rf"(?<= {re.escape(name)}@)sha256:\w+", digest, head)

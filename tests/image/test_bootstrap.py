@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from bootstrap import say_where_cuda_is
-from wheels import get_uv, read_lock
+from locks import get_uv, read_wheels
 
 from tests.container.rehearsal import served
 from trainer.host.stacks import lock_hash
@@ -287,7 +287,7 @@ def test_a_gpu_on_arm_that_the_stack_cannot_use_is_told(
     lock, version = ROOT / f"stacks/{stack}/wheels.lock", tmp_path / "version"
     if driver:
         version.touch()
-    say_where_cuda_is(lock, read_lock(lock.read_text()), machine, version)
+    say_where_cuda_is(lock, read_wheels(lock.read_text()), machine, version)
     assert ("STACK=torch2.14-cu130 " in capsys.readouterr().out) == told
 
 

@@ -21,14 +21,12 @@ from typing import Any
 
 import image_files
 import pytest
-from explicit_lock import Package
 from image_files import Made, Report, account, keep, main
 from image_hazards import Finding
 from image_records import license_of
-from image_tar import MAGICS, Image, ImageError, read_image, read_layout, source_hashes
-from locked import Locked
+from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
+from locks import Locked, Package, Wheel
 from sbom import bill
-from wheels import Wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "opt/env/lib/python3.12/site-packages"
@@ -45,7 +43,7 @@ Node = bytes | str | None | tuple[bytes | None, int]  # a file, a link, a folder
 Tree = dict[str, Node]
 
 
-def tarred(tree: Tree, hard: dict[str, str] | None = None) -> bytes:
+def tarred(tree: Tree) -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w") as tar:
         for path, node in tree.items():
@@ -58,10 +56,6 @@ def tarred(tree: Tree, hard: dict[str, str] | None = None) -> bytes:
             else:
                 member.size = len(data)
             tar.addfile(member, io.BytesIO(data) if isinstance(data, bytes) else None)
-        for path, first in (hard or {}).items():
-            member = tarfile.TarInfo(path)
-            member.type, member.linkname = tarfile.LNKTYPE, f"./{first}"
-            tar.addfile(member)
     return sink.getvalue()
 
 
@@ -124,9 +118,7 @@ BASE: Tree = {
 }
 LOCKED = Locked(
     [
-        Package(
-            "tool", "https://conda.anaconda.org/conda-forge/linux-64/tool-1.0-h1_0.conda", "sha256", "a" * 64
-        ),
+        Package("tool", "https://conda.anaconda.org/conda-forge/linux-64/tool-1.0-h1_0.conda", "a" * 64),
     ],
     [Wheel("lib-x", "2.0", "", ["train"], f"lib-x==2.0 --hash=sha256:{'b' * 64} --hash=sha256:{'c' * 64}")],
 )
@@ -213,11 +205,11 @@ def read(data: bytes) -> Image:
     return read_image(io.BytesIO(data), keep)
 
 
-def report(tree: Tree, folder: Path, base: Tree = BASE, **more: Any) -> Report:
+def report(tree: Tree, folder: Path, base: Tree = BASE) -> Report:
     """Walks over a tree; the entrypoint is compared with one in the folder."""
     (folder / "scripts").mkdir(exist_ok=True)
     (folder / "scripts" / "entrypoint").write_bytes(ENTRYPOINT)
-    return account(read(tarred(tree, **more)), [read(tarred(base))], root=folder, locked=LOCKED)
+    return account(read(archived(tree)), [read(archived(base))], root=folder, locked=LOCKED)
 
 
 def found(report: Report) -> list[tuple[str, str]]:
@@ -370,7 +362,7 @@ def test_the_hash_in_bytecode_is_the_same_on_every_python() -> None:
 
 def test_a_package_that_is_not_locked_is_found(tmp_path: Path) -> None:
     tree = clean(tmp_path)
-    image, base = read(tarred(tree)), read(tarred(BASE))
+    image, base = read(archived(tree)), read(archived(BASE))
     others = Locked([LOCKED.conda[0]._replace(digest="f" * 64)], [LOCKED.wheels[0]._replace(version="2.1")])
     made = [Made("etc/*"), Made("opt/image/*"), Made(f"{SITE}/trainer.pth"), Made("opt/*/conda-meta/history")]
     assert found(account(image, [base], made, tmp_path, others)) == [
@@ -414,21 +406,6 @@ def test_layers_are_merged_and_hide_no_secret(tmp_path: Path) -> None:
     assert walk({**own, "srv/a/b": b"1"}, {"srv": "usr"}) == [("unowned", "srv")]
     config = {"Env": ["PATH=/bin", "HF_TOKEN=abc", "JUPYTER_TOKEN="], "Labels": {"note": TOKEN}}
     assert walk(own, config=config) == [("token", "ENV"), ("token", "configuration")]
-
-
-def test_a_folder_is_read_as_its_archive(tmp_path: Path) -> None:
-    """Among the blobs of another image, as in an engine's store."""
-    data = archived(BASE, clean(tmp_path))
-    other = archived(BASE, {"etc/other": b"1"})
-    folder = tmp_path / "layout"
-    for one in (other, data):
-        with tarfile.open(fileobj=io.BytesIO(one)) as tar:
-            tar.extractall(folder, filter="data")
-    assert read_layout(folder, keep) == read(data)
-    layer = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
-    layer.write_bytes(layer.read_bytes()[:1026])  # in the content
-    with pytest.raises(ImageError, match=layer.name):
-        read_layout(folder, keep)
 
 
 def test_the_bill_of_materials_is_the_same_each_time(tmp_path: Path) -> None:
@@ -502,10 +479,10 @@ def test_the_program(run: Run, tmp_path: Path) -> None:
 
 
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
-    whole = tarred(BASE)
+    whole = archived(BASE)
     header = max(at for at in range(0, len(whole), 512) if whole[at + 257 : at + 262] == b"ustar")
     (tmp_path / "header.tar").write_bytes(whole[: header + 100])  # tarfile alone takes that for the end
-    (tmp_path / "record.tar").write_bytes(tarred({**BASE, "opt/env/conda-meta/x.json": b"{}"}))
+    (tmp_path / "record.tar").write_bytes(archived({**BASE, "opt/env/conda-meta/x.json": b"{}"}))
     for image, named in {"header.tar": "header", "unknown": "unknown", "record.tar": "x.json"}.items():
         code, out = run(image, "--base", "base.tar")
         assert (code, out.count("\n")) == (2, 1) and named in out, out

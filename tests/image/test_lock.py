@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from bootstrap import NEWEST, OLDEST, PLATFORMS
-from conda_lock import read_toml
 from lock import shorten, wanted
+from locks import Wheel, read_toml, read_wheels
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from wheels import Wheel, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = read_toml(ROOT / "pyproject.toml")
@@ -63,7 +62,7 @@ def lock(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(lock: Path) -> list[Wheel]:
-    return read_lock(lock.read_text())
+    return read_wheels(lock.read_text())
 
 
 def test_every_requirement_is_pinned_and_hashed(wheels: list[Wheel]) -> None:

@@ -1,4 +1,4 @@
-"""P2, one command: what the engine is told of users, groups, folders and GPUs; what is missing gets one line."""
+"""P2, one command: what the engine is told of users, groups, folders, GPUs; what is missing gets a line."""
 
 import os
 import socket
@@ -57,9 +57,7 @@ def test_whose_files_they_are(
     assert [word for word in words if "group-add" in word] == groups
 
 
-def test_a_shell_sees_the_checkout_and_data_and_may_do_nothing_more(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_a_shell_sees_the_checkout_and_data_and_may_do_nothing_more(machine: Machine, tmp_path: Path) -> None:
     machine.engine(info=(0, '["name=seccomp,profile=builtin","name=rootless"]', ""))
     data = tmp_path / "da,ta"
     out, err = machine.run("shell", "--data", str(data), "--", "python", "-V")

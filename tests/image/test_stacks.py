@@ -14,16 +14,13 @@ from conda_lock import (
     REPLACED,
     SUBDIRS,
     Package,
-    read_lock,
     read_records,
-    read_toml,
     solve,
     split,
     write_environment,
     write_lock,
 )
-from explicit_lock import parse_lock
-from wheels import canonical, read_lock as read_wheels
+from locks import canonical, read_conda, read_toml, read_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 STACKS = sorted(path.parent for path in ROOT.glob("stacks/*/stack.toml"))
@@ -46,7 +43,8 @@ def stack(request: pytest.FixtureRequest) -> Path:
 def locked(stack: Path, target: str) -> list[Package]:
     """The records of a lock, in its order."""
     records = {one.url: one for one in read_records((stack / "records.json").read_text())}
-    return [records[url] for url, _ in read_lock((stack / FILES[target]).read_text())]
+    names = [split(one)[0] for one in read_toml(stack / "stack.toml")["conda"].get("md5_only", [])]
+    return [records[one.url] for one in read_conda((stack / FILES[target]).read_text(), names)]
 
 
 def test_each_file_is_what_the_records_say(stack: Path) -> None:
@@ -72,7 +70,7 @@ def test_each_package_is_hashed_and_of_the_stacks_channels(stack: Path) -> None:
     weak = set()
     for file in FILES.values():
         text = (stack / file).read_text()
-        for one in parse_lock(text, frozenset(split(file)[0] for file in md5_only if file in text)):
+        for one in read_conda(text, [split(file)[0] for file in md5_only]):
             assert one.url.removesuffix(one.file) in folders
             assert not one.file.startswith(REPLACED)  # by its publisher, in place
             weak |= {one.file} if one.algorithm == "md5" else set()
@@ -187,9 +185,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 def test_locking_from_a_pool(made: Path, pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "--pool", pool) == 0
-    assert [url.rsplit("/", 1)[1] for url, _ in read_lock((made / "conda.lock").read_text())] == [
-        "pear-2.0-0.conda"
-    ]
+    assert [one.file for one in read_conda((made / "conda.lock").read_text())] == ["pear-2.0-0.conda"]
     assert f"apple-2.0-0.conda#{SHA}\n" in (made / "conda-dev.lock").read_text()
     assert "  - pear=2.0=0\n" in (made / "environment.yml").read_text()
     dated = read_toml(made / "stack.toml")["source_date_epoch"]

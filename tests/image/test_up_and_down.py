@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -138,13 +139,15 @@ def test_up_writes_no_env_that_compose_does_not_read(machine: Machine, name: str
 
 @pytest.mark.skipif(MAKE is None, reason="no make here")
 class TestMake:
-    def make(self, machine: Machine, *words: str, code: int = 0, **env: str) -> tuple[str, str]:
+    def make(
+        self, machine: Machine, *words: str, code: int = 0, env: Mapping[str, str] | None = None
+    ) -> tuple[str, str]:
         assert MAKE
         shutil.copy(ROOT / "Makefile", machine.root)
         for name in ("awk", "grep"):
             with contextlib.suppress(FileExistsError):
                 (machine.tools / name).symlink_to(str(shutil.which(name)))
-        more = {**machine.env, **env}
+        more = {**machine.env, **(env or {})}
         done = subprocess.run(
             [MAKE, *words], cwd=machine.root, env=more, capture_output=True, text=True, check=False
         )
@@ -157,9 +160,7 @@ class TestMake:
         given = ("RECIPE=gpt-char", "GPUS=0,1", "OUT=my runs/a", "RESUME=1", "ARGS=--set 'a=[1, 2]'")
         out, _ = self.make(machine, "train", *given, "STACK=x", code=2)  # as the stand-in's code isn't 0
         assert "bootstrap.py --stack x --venv .venv --groups train\n" in out
-        assert (
-            "in .venv: train gpt-char --gpus 0,1 --out my runs/a --resume auto --set a=[1, 2]\n" in out
-        )
+        assert "in .venv: train gpt-char --gpus 0,1 --out my runs/a --resume auto --set a=[1, 2]\n" in out
         for word in ("RUNTIME=container", "DATA=/data", "IMAGE=there/x:1"):  # not passed over
             assert "docker compose run --rm train digits" in self.make(machine, "train", word, code=2)[1]
         self.make(machine, "shell", "STACK=torch2.6-cu124", "ARGS=id")
@@ -169,7 +170,7 @@ class TestMake:
         """Its command line, then its environment, where an empty value is none, as in Compose's file."""
 
         def stack(*words: str, **env: str) -> tuple[str, bool]:
-            out, err = self.make(machine, "help", "doctor", "--dry-run", *words, **env)
+            out, err = self.make(machine, "help", "doctor", "--dry-run", *words, env=env)
             return re.findall(r"runtime.py doctor --stack (\S+)", out)[0], ".env: make takes STACK" in err
 
         assert stack() == ("torch2.9-cu128", False)
