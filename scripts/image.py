@@ -22,7 +22,6 @@ from engine_checks import (
     check_disk,
     check_engine,
     check_stack,
-    has_image,
     image_digest,
     last_line,
 )
@@ -225,8 +224,8 @@ def build(request: Request) -> None:
         BadInputError: If there is no engine or no space, the build fails, or the image isn't the stack.
     """
     stack = read_stack(request.stack)
-    check_engine(build=True)
-    check_disk(AGAIN_GB if has_image(f"trainer:{request.stack}-train") else BUILD_GB)
+    check_engine("buildx")
+    check_disk(AGAIN_GB if image_digest(f"trainer:{request.stack}-train") else BUILD_GB)
     labels = labels_of(request, stack, commit_of(ROOT))
     # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.
     # Not compressed: gzip takes minutes, and nothing is sent anywhere.
@@ -300,7 +299,7 @@ def verify(request: Request, load: bool, prune: bool, need_gb: float | None) -> 
         BadInputError: A build failed, or the image isn't its stack.
     """
     stack = read_stack(request.stack)
-    check_engine(build=True)
+    check_engine("buildx")
     check_store()
     check_disk(VERIFY_GB[request.compression] if need_gb is None else need_gb)
     labels = labels_of(request, stack, commit_of(ROOT)) if load else {}

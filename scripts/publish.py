@@ -81,7 +81,7 @@ def push(about: Tested, registry: str) -> None:
     Raises:
         BadInputError: If the engine has other images, or the registry then has.
     """
-    check_engine(build=True)
+    check_engine("buildx")
     for target, digest in about["images"].items():
         name = f"trainer:{about['stack']}-{target}"
         if image_digest(name) != digest:

@@ -123,7 +123,7 @@ def build(out: Path, source: str, tag: str) -> None:
                 (folder / name).write_text(change((folder / name).read_text(), source, tag))
         os.umask(0o022)
         env = {**os.environ, "SOURCE_DATE_EPOCH": git("log", "-1", "--format=%ct").decode().strip()}
-        command = [sys.executable, "-c", BUILD, out]
+        command = [sys.executable, "-c", BUILD, str(out)]
         ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise ReleaseError(f"setuptools: {ran.stderr.strip().splitlines()[-1]}")

@@ -25,7 +25,6 @@ def machine(tmp_path: Path) -> Machine:
         "errors.py",
         "version.py",
         "config/suggest.py",
-        "host/gpus.py",
         "host/environment.py",
         *doctor,
     ):
