@@ -13,10 +13,10 @@ import argparse
 import fnmatch
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,10 +39,9 @@ from image_records import (
 )
 from image_tar import Entry, Files, Image, ImageError, load_image
 from locks import Locked, LockError, canonical, read_locks
-from sbom import bill
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = 20  # findings of one kind on the terminal
+SHOWN = 20  # findings of one kind on the terminal; --json FILE has all
 
 
 class Made(NamedTuple):
@@ -235,19 +234,16 @@ def walk(options: argparse.Namespace) -> int:
         }
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     if options.sbom:
+        from sbom import bill  # which needs cyclonedx-python-lib
+
         named = dict(zip(options.base, bases, strict=True))
-        epoch = os.environ.get("SOURCE_DATE_EPOCH")
-        text = bill(options.image, image, named, report.components, locked, epoch)
-        options.sbom.write_text(json.dumps(text, indent=2) + "\n")
+        options.sbom.write_text(bill(options.image, image, named, report.components, locked) + "\n")
     for owner, (number, size) in sorted(sums.items()):
         print(f"image_files: {owner}: {number} files, {size / 1e6:.1f} MB")
-    kinds = dict.fromkeys(finding.kind for finding in report.findings)
-    for kind in kinds:
-        some = [finding for finding in report.findings if finding.kind == kind]
-        for finding in some[:SHOWN]:
-            print(f"image_files: {kind}: /{finding.path}: {finding.why}", file=sys.stderr)
-        if len(some) > SHOWN:
-            print(f"image_files: {kind}: {len(some) - SHOWN} more; --json FILE lists all", file=sys.stderr)
+    for kind, some in groupby(report.findings, lambda finding: finding.kind):
+        for number, finding in enumerate(some):
+            if number < SHOWN:
+                print(f"image_files: {kind}: /{finding.path}: {finding.why}", file=sys.stderr)
     number = sum(number for number, _ in sums.values())
     print(f"image_files: {options.image}: {number} files have an owner, {len(report.findings)} findings")
     return 1 if report.findings else 0

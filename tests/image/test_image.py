@@ -28,18 +28,18 @@ STACK = "torch2.9-cu128"
 
 
 def test_the_stack_gives_the_arguments() -> None:
-    words = build_words(Request(STACK, "train"), read_stack(STACK), "train")
+    words = build_words(Request(STACK, "train"), read_stack(STACK), {})
     assert "TORCH_VERSION=2.9.1" in words and "DRIVER=525.60.13" in words
     assert "ALLOW_MD5=" in words
     assert not [word for word in words if word.startswith("--build-context") or "CONDA_MIRROR" in word]
-    old = build_words(Request("pytorch-cuda-11.8", "dev"), read_stack("pytorch-cuda-11.8"), "dev")
+    old = build_words(Request("pytorch-cuda-11.8", "dev"), read_stack("pytorch-cuda-11.8"), {})
     assert "ALLOW_MD5=libcufile libcurand" in old
     assert "TORCH_VERSION=2.5.1" in old
 
 
 def test_a_stand_in_replaces_both_bases_and_is_told() -> None:
     request, stack = Request(STACK, "train", "standin/base"), read_stack(STACK)
-    words = build_words(request, stack, "train")
+    words = build_words(request, stack, {})
     replaced = [word for word in words if word.endswith("=docker-image://standin/base")]
     assert [word.split("=")[0] for word in replaced] == ["conda-base", "debian-base"]
     labels = labels_of(request, stack, "abc")
@@ -69,7 +69,7 @@ def test_a_build_gets_proxies_by_their_names_alone(monkeypatch: pytest.MonkeyPat
     """Their values, passwords among them, would stand in the list of processes."""
     monkeypatch.setenv("HTTPS_PROXY", "http://me:hushed@host:1")
     monkeypatch.setenv("no_proxy", "")
-    words = build_words(Request(STACK, "train"), read_stack(STACK), "train")
+    words = build_words(Request(STACK, "train"), read_stack(STACK), {})
     assert "--build-arg=HTTPS_PROXY" in words and "--build-arg=no_proxy" not in words
     assert "hushed" not in " ".join(words)
 
