@@ -143,15 +143,11 @@ class Venv:
             settings["UV_DEFAULT_INDEX"] = index()
         return not subprocess.call([str(one) for one in (uv, *words)], env={**os.environ, **settings})
 
-    def install(self, min_free: float) -> None:
+    def install(self) -> None:
         """Brings it to what the lock says of the groups that are asked for, and of those that it has."""
         stamp = self.read()
         whole = self.whole(stamp)
         groups = sorted({*self.asked, *stamp.get("groups", {})})
-        if "train" in groups and not (whole and "train" in stamp.get("groups", {})):
-            free = shutil.disk_usage(self.path).free / 1e9
-            if free < min_free:
-                stop(f"a first install needs about {min_free:g} GB; {self.path} has {free:.1f} (--min-free)")
         what = "installing" if whole else f"making {self.path}:"
         print(f"bootstrap: {what} {', '.join(groups)} of {self.lock.parent.name}", flush=True)
         changing = {"changing": True, "groups": stamp.get("groups", {})}
@@ -187,7 +183,7 @@ class Venv:
         say_where_cuda_is(self.lock, self.wheels, platform.machine(), Path("/proc/driver/nvidia/version"))
 
 
-def bootstrap(venv: Venv, min_free: float) -> None:
+def bootstrap(venv: Venv) -> None:
     """Brings the environment to what the lock says; at once if it is there already."""
     unknown = set(venv.asked) - {group for wheel in venv.wheels for group in wheel.groups}
     if unknown:
@@ -199,24 +195,21 @@ def bootstrap(venv: Venv, min_free: float) -> None:
     with (venv.path / LOCK).open("w") as file:  # its inode is the lock, which outlives remaking
         fcntl.flock(file, fcntl.LOCK_EX)
         if not venv.is_there():  # another may have done it
-            venv.install(min_free)
+            venv.install()
     print(f"bootstrap: {venv.path} is ready ({time.monotonic() - begun:.0f} s)", flush=True)
 
 
 def main() -> None:
     """Reads the arguments."""
-    # The CUDA libraries are 6 GB of it.
-    need = 8.0 if (platform.system(), platform.machine()) == ("Linux", "x86_64") else 2.0
     parser = argparse.ArgumentParser(description="Makes or updates the environment from a hash-checked lock.")
     add = parser.add_argument
     add("--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/, or a path")
     add("--groups", nargs="+", default=["train"], metavar="GROUP", help="of train, dev, test, bench, boot")
     add("--venv", type=Path, default=ROOT / ".venv", metavar="DIR", help="where (%(default)s)")
-    add("--min-free", type=float, default=need, metavar="GB", help="disk space (%(default)s)")
     options = parser.parse_args()
     path = options.venv.absolute()
     try:
-        bootstrap(Venv(path, find_lock(options.stack, path), options.groups), options.min_free)
+        bootstrap(Venv(path, find_lock(options.stack, path), options.groups))
     except KeyboardInterrupt:
         stop("interrupted; run it again to repair it", 130)
     except LookupError as error:

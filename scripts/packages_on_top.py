@@ -32,7 +32,7 @@ def constraints(installed: Iterable[tuple[str, str]]) -> str:
     return "".join(f"{line}\n" for line in sorted(lines))
 
 
-def pip_settings(stack: str, held: Path, python: str = "/opt/image/on-top") -> str:
+def pip_settings(stack: str, held: Path, python: str = "/opt/image/on_top.py") -> str:
     """pip.conf of the environment: a virtual environment that a user makes doesn't read it."""
     every = f"[global]\ndisable-pip-version-check = true\npython = {python}\n"
     return f"{every}\n[install]\nconstraint = {held}\n\n[on-top]\nfolder = {folder_of(stack)}\n"

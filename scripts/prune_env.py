@@ -62,24 +62,6 @@ RULES = (
             "lib/python3.*/idlelib/idle_test",
         ),
     ),
-    # 15 MB.
-    Rule(
-        "Triton's test plugins",
-        "examples of LLVM passes for Triton's own tests; off unless LLVM_PASS_PLUGIN_PATH names one",
-        (f"{SITE}/triton/instrumentation",),
-    ),
-    # 4 MB. Kept: torch's, Python's, the compiler's, CUDA's that torch's headers or Triton's launcher include.
-    Rule(
-        "headers",
-        "of AMD's backend and of libraries that none of torch's headers includes",
-        (
-            f"{SITE}/triton/backends/amd/include",
-            *(
-                f"{SITE}/nvidia/{name}/include"
-                for name in ("cuda_cupti", "cufile", "nvjitlink", "cusparselt")
-            ),
-        ),
-    ),
 )
 # 62 MB: Triton brings CUPTI three times, the nvidia wheel once more; torch brings protoc twice.
 DUPLICATES = Rule(

@@ -263,14 +263,11 @@ def test_links_of_an_index_may_be_whole_relative_and_with_hashes(index: Project,
             assert get_uv(index.root / "stacks/tiny/wheels.lock", tmp_path / "got").stat().st_mode & 0o111
 
 
-def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
+def test_unknown_names_are_one_line(with_uv: Project) -> None:
     assert with_uv.bootstrap("fruit", code=2).count("\n") == 1
-    with_uv.lock("apple==1.0 train")
-    (with_uv.root / "pyproject.toml").touch()
     program = with_uv.root / "scripts" / "bootstrap.py"
-    for words, named in ((["tinny"], "'tinny'"), (["tiny", "--min-free", "1e9"], "GB")):
-        done = run(BASE, program, "--stack", *words, env=with_uv.env)
-        assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1
+    done = run(BASE, program, "--stack", "tinny", env=with_uv.env)
+    assert done.returncode == 2 and "'tiny'" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Image:
 
 
 def on_top_program(folder: Path, python: Path) -> Path:
-    """The image's /opt/image/on-top, for another Python."""
+    """The image's /opt/image/on_top.py, for another Python."""
     program = folder / "on_top"
     program.write_text(f"#!{python} -I\n" + (ROOT / "scripts/on_top.py").read_text().partition("\n")[2])
     program.chmod(0o755)
