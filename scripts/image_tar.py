@@ -114,18 +114,6 @@ def read_file(source: IO[bytes], name: str, mode: int, size: int, keep: bool) ->
     return Entry("file", mode, size, found.hexdigest())
 
 
-class Member(tarfile.TarInfo):
-    """A tar's member; a header that is cut off is an error, not the tar's end as in tarfile."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> "Member":
-        """Reads the next header."""
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.TruncatedHeaderError:  # type: ignore[attr-defined]  # typeshed lacks it
-            raise tarfile.ReadError("cut off inside a header") from None
-
-
 def plain(name: str) -> str:
     """Returns a member's path in one form, without leading `./` or `/`."""
     return posixpath.normpath(f"/{name}").lstrip("/")
@@ -154,7 +142,7 @@ def entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo, files: Files, keep: 
 def read_layer(source: IO[bytes], keep: Keep) -> Files:
     """Reads the changes of a layer, compressed or not."""
     files: Files = {}
-    with tarfile.open(fileobj=source, mode="r|*", tarinfo=Member) as tar:
+    with tarfile.open(fileobj=source, mode="r|*") as tar:
         for member in tar:
             if name := plain(member.name):
                 stamp = (member.uid, member.gid, member.mtime, member.linkname)
@@ -201,7 +189,7 @@ def read_image(source: IO[bytes], keep: Keep) -> Image:
     blobs: dict[str, Files] = {}
     name = "its start"
     try:
-        with tarfile.open(fileobj=source, mode="r|*", tarinfo=Member) as tar:
+        with tarfile.open(fileobj=source, mode="r|*") as tar:
             for member in tar:
                 name = plain(member.name)
                 content = tar.extractfile(member) if member.isreg() else None

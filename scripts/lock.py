@@ -43,37 +43,6 @@ def wanted(project: dict[str, Any]) -> dict[str, list[str]]:
     return {"train": train, **project["project"]["optional-dependencies"], "boot": BOOT, "image": IMAGE}
 
 
-def shorten(marker: str, environments: list[str]) -> str:
-    """Removes from uv's marker the conditions that hold in every environment of the lock.
-
-    uv repeats the environments: `(E1 and X) or (E2 and X) or (E3 and X)`. That is X.
-    """
-    given = [set(environment.split(" and ")) for environment in environments]
-    common = set.intersection(*given)
-    rests: dict[tuple[str, ...], list[str]] = {}
-    for term in marker.split(" or "):
-        factors = [factor for factor in term.strip("()").split(" and ") if factor not in common]
-        where = [factor for factor in factors if any(factor in one for one in given)]
-        rests.setdefault(tuple(factor for factor in factors if factor not in where), []).append(
-            " and ".join(where)
-        )
-    terms = []
-    for rest, places in rests.items():
-        everywhere = {frozenset(place.split(" and ")) for place in places} == {
-            frozenset(one - common) for one in given
-        }
-        terms += [
-            " and ".join(filter(None, [*rest, "" if everywhere else place]))
-            for place in dict.fromkeys(places)
-        ]
-    terms = list(dict.fromkeys(terms))
-    return (
-        ""
-        if "" in terms
-        else " or ".join(f"({term})" if len(terms) > 1 and " and " in term else term for term in terms)
-    )
-
-
 def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options: str) -> str:
     """Runs uv on requirements; the output file in the folder holds the versions that it prefers.
 
@@ -154,7 +123,6 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
         pin, _, marker = requirement.partition(" ; ")
         if description["kind"] == "conda" and named(pin) in held:
             continue
-        marker = shorten(marker, environments)
         names = " ".join(group for group in groups if pin in needed[group])
         text += f"# groups: {names}\n{pin}{' ; ' * bool(marker)}{marker} \\\n{hashes}\n"
     return text

@@ -68,8 +68,6 @@ def services_of(options: argparse.Namespace) -> dict[str, Any]:
     if told.returncode:
         raise BadInputError(f"docker compose: {last_line(told.stderr)}")
     services: dict[str, Any] = json.loads(told.stdout)["services"]
-    if services["jupyter"]["environment"].get("TRAINER_IMAGE"):
-        raise BadInputError("TRAINER_IMAGE is two: give TRAINER_DEV_IMAGE or TRAINER_TRAIN_IMAGE")
     return services
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image import Request, archive_words, commit_of, labels_of, mismatches, read_layers, read_stack
+from image import Request, archive_words, commit_of, labels_of, mismatches, read_layers, read_stack, size_of
 from locks import canonical, read_wheels
 
 from tests.container.run import engine
@@ -249,6 +249,14 @@ def test_a_wrong_stack_is_a_line_before_any_package_is_downloaded(argument: str)
     out = engine(*words, ROOT, code=1, expected=[".*"])
     assert "make image STACK=" in out and "/stacks/torch2.6-cu124/" in out
     assert "[env " not in out and "[wheels " not in out
+
+
+@pytest.mark.parametrize("target", ["train", "dev"])
+def test_the_budget_is_kept(request: pytest.FixtureRequest, target: str) -> None:
+    """With the stand-in for the bases, for which it was measured."""
+    image = request.getfixturevalue(f"{target}_image")
+    if "trainer.stand-in" in configuration(image)["Labels"]:
+        assert size_of(image) <= read_stack(STACK)["budget_gb"][target] * 1e9
 
 
 def layers_of(image: str) -> list[str]:

@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import image
 import pytest
 from image import (
     Request,
     archive_words,
     build_words,
     check_facts,
-    check_size,
     labels_of,
     mismatches,
     read_stack,
@@ -100,23 +98,3 @@ def test_another_version_inside_is_a_mismatch(name: str, value: str) -> None:
     wrong = mismatches(stack, FACTS | {name: value}, stand_in=False)
     assert len(wrong) == 1
     assert wrong[0].startswith(f"{name} is {value}")
-
-
-@pytest.mark.parametrize(("target", "fits", "large"), [("train", 7.2e9, 7.3e9)])
-def test_a_budget_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
-    fits: float,
-    large: float,
-) -> None:
-    built, real = Request(STACK, target, "standin/base"), Request(STACK, target)
-    monkeypatch.setattr(image, "size_of", lambda _: fits)
-    check_size(built, read_stack(STACK))
-    check_size(real, read_stack(STACK))
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(image, "size_of", lambda _: large)
-    with pytest.raises(BadInputError, match=r"its budget in stack.toml is"):
-        check_size(built, read_stack(STACK))
-    check_size(real, read_stack(STACK))
-    assert "its budget in stack.toml is" in capsys.readouterr().out

@@ -471,10 +471,9 @@ def test_the_program(run: Run, tmp_path: Path) -> None:
 
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
     whole = archived(BASE)
-    header = max(at for at in range(0, len(whole), 512) if whole[at + 257 : at + 262] == b"ustar")
-    (tmp_path / "header.tar").write_bytes(whole[: header + 100])  # tarfile alone takes that for the end
+    (tmp_path / "short.tar").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "record.tar").write_bytes(archived({**BASE, "opt/env/conda-meta/x.json": b"{}"}))
-    for image, named in {"header.tar": "header", "unknown": "unknown", "record.tar": "x.json"}.items():
+    for image, named in {"short.tar": "short", "unknown": "unknown", "record.tar": "x.json"}.items():
         code, out = run(image, "--base", "base.tar")
         assert (code, out.count("\n")) == (2, 1) and named in out, out
 

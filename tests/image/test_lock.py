@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bootstrap import NEWEST, OLDEST, PLATFORMS
-from lock import shorten, wanted
+from lock import wanted
 from locks import Wheel, read_toml, read_wheels
 from packaging.markers import Marker
 from packaging.requirements import Requirement
@@ -141,25 +141,3 @@ def test_the_project_and_bootstrap_name_the_same_platforms() -> None:
         for python in [*PYTHONS, f"3.{NEWEST[1] + 1}"]:
             covered = any(marker.evaluate(environment(python, platform)) for marker in markers)
             assert covered == (platform in PLATFORMS and python in PYTHONS)
-
-
-@pytest.mark.parametrize(
-    ("marker", "short"),
-    [
-        ("(p < '3.14' and s == 'a') or (p < '3.14' and s == 'b')", ""),
-        ("(p < '3.11' and s == 'a') or (p < '3.11' and s == 'b')", "p < '3.11'"),
-        ("(p < '3.11' and s == 'a') or (p >= '3.11' and p < '3.14' and s == 'b')", None),
-    ],
-)
-def test_shortened_markers_say_the_same(marker: str, short: str | None) -> None:
-    def real(text: str) -> str:
-        return text.replace("p ", "python_version ").replace("s ", "sys_platform ")
-
-    environments = ["s == 'a' and p < '3.14'", "s == 'b' and p < '3.14'"]
-    result = shorten(real(marker), [real(text) for text in environments])
-    assert short is None or result == real(short)
-    for python in PYTHONS:
-        for system in ("a", "b"):
-            where = {"python_version": python, "sys_platform": system}
-            long = not marker or Marker(real(marker)).evaluate(where)
-            assert (not result or Marker(result).evaluate(where)) == long
