@@ -174,15 +174,6 @@ def test_an_interrupted_install_is_repaired(with_uv: Project, tools: Path) -> No
     assert not (with_uv.venv / "half").exists()
 
 
-def test_one_whose_python_is_gone_is_remade(with_uv: Project, tmp_path: Path) -> None:
-    with_uv.bootstrap("test")
-    python = with_uv.venv / "bin" / "python"
-    python.unlink()
-    python.symlink_to(tmp_path / "gone")
-    assert "making" in with_uv.bootstrap("test")
-    assert with_uv.version("apple") == "1.0"
-
-
 def test_a_folder_that_is_no_environment_is_left_alone(with_uv: Project) -> None:
     with_uv.venv.mkdir()
     (with_uv.venv / "thesis.tex").touch()

@@ -259,12 +259,10 @@ FAULTS: dict[str, tuple[Tree, tuple[str, str]]] = {
     "changed, conda": ({"opt/env/lib/libtool.so.1": b"evil"}, ("changed", "opt/env/lib/libtool.so.1")),
     "before the prefix": ({"opt/env/bin/tool": b"#!/placeholder/bin/sh"}, ("changed", "opt/env/bin/tool")),
     "changed, wheel": ({f"{SITE}/lib_x/one.so": b"evil"}, ("changed", f"{SITE}/lib_x/one.so")),
-    "changed, trainer": ({"opt/trainer/bin/trainer": b"evil"}, ("changed", "opt/trainer/bin/trainer")),
     "changed, base": ({"usr/bin/sh": b"evil"}, ("changed", "usr/bin/sh")),
     "link elsewhere": ({"opt/env/lib/libtool.so": "../bin/x"}, ("changed", "opt/env/lib/libtool.so")),
     "file for a link": ({"opt/env/lib/libtool.so": b"\x7fELF tool"}, ("changed", "opt/env/lib/libtool.so")),
     "other entrypoint": ({"opt/image/entrypoint": b"evil"}, ("changed", "opt/image/entrypoint")),
-    "other pth": ({f"{SITE}/trainer.pth": b"import evil\n"}, ("changed", f"{SITE}/trainer.pth")),
     "history": ({"opt/env/conda-meta/history": b"==> today\n"}, ("changed", "opt/env/conda-meta/history")),
     "another user": ({"etc/passwd": PASSWD + LINE + b"evil:x:0:0::/:/bin/sh\n"}, ("changed", "etc/passwd")),
     "setuid": ({"usr/bin/su": (b"su", 0o4755)}, ("setuid", "usr/bin/su")),
@@ -272,20 +270,15 @@ FAULTS: dict[str, tuple[Tree, tuple[str, str]]] = {
     "sudo": ({"usr/bin/sudo": (b"sudo", 0o755)}, ("sudo", "usr/bin/sudo")),
     "key": ({"opt/image/key.txt": b"\n" + KEY}, ("key", "opt/image/key.txt")),
     "key in a text": ({"opt/image/k.json": json.dumps(KEY.decode()).encode()}, ("key", "opt/image/k.json")),
-    "host key": ({"etc/ssh/ssh_host_rsa_key": b"1"}, ("key", "etc/ssh/ssh_host_rsa_key")),
     "token": ({"opt/image/notes": f"url {TOKEN}\n".encode()}, ("token", "opt/image/notes")),
-    "credentials": ({"root/.netrc": b"machine x"}, ("token", "root/.netrc")),
     "shell history": ({"root/.bash_history": b"ls"}, ("history", "root/.bash_history")),
     "git": ({"workspace/.git/HEAD": b"1", "workspace/.git/config": b"2"}, ("git", "workspace/.git")),
-    "env": ({"workspace/.env": b"A=1"}, ("env", "workspace/.env")),
     "pip cache": ({"root/.cache/pip/http/a": b"1"}, ("cache", "root/.cache")),
-    "apt lists": ({"var/lib/apt/lists/a": b"1"}, ("cache", "var/lib/apt/lists")),
     "second cuDNN": ({"opt/env/lib/libcudnn.so.8.9": b"8"}, ("library", f"{SITE}/lib_x/libcudnn.so.9")),
     "renamed cuDNN": (
         {"opt/libs/libcudnn-1a2b3c4d.so.9": b"9"},
         ("library", "opt/libs/libcudnn-1a2b3c4d.so.9"),
     ),
-    "source changed": ({f"{SITE}/lib_x/__init__.py": b"x = 2\n"}, ("changed", f"{SITE}/lib_x/__init__.py")),
 }
 
 
