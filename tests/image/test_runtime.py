@@ -137,47 +137,52 @@ def test_up_writes_no_env_that_compose_does_not_read(machine: Machine, name: str
     assert not (machine.root / ".env").exists()
 
 
-@pytest.mark.skipif(MAKE is None, reason="no make here")
-class TestMake:
-    def make(
-        self, machine: Machine, *words: str, code: int = 0, env: Mapping[str, str] | None = None
-    ) -> tuple[str, str]:
-        assert MAKE
-        shutil.copy(ROOT / "Makefile", machine.root)
-        for name in ("awk", "grep"):
-            with contextlib.suppress(FileExistsError):
-                (machine.tools / name).symlink_to(str(shutil.which(name)))
-        more = {**machine.env, **(env or {})}
-        done = subprocess.run(
-            [MAKE, *words], cwd=machine.root, env=more, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout, done.stderr
+NEEDS_MAKE = pytest.mark.skipif(MAKE is None, reason="no make here")
 
-    def test_it_passes_everything_on(self, machine: Machine) -> None:
-        machine.engine()
-        (machine.tools / "python3").symlink_to(sys.executable)
-        given = ("RECIPE=gpt-char", "GPUS=0,1", "OUT=my runs/a", "RESUME=1", "ARGS=--set 'a=[1, 2]'")
-        out, _ = self.make(machine, "train", *given, "STACK=x", code=2)  # as the stand-in's code isn't 0
-        assert "bootstrap.py --stack x --venv .venv --groups train\n" in out
-        assert "in .venv: train gpt-char --gpus 0,1 --out my runs/a --resume auto --set a=[1, 2]\n" in out
-        for word in ("RUNTIME=container", "DATA=/data", "IMAGE=there/x:1"):  # not passed over
-            assert "docker compose run --rm train digits" in self.make(machine, "train", word, code=2)[1]
-        self.make(machine, "shell", "IMAGE=there/x:1", "ARGS=id")
-        assert machine.asked()[-1][-2:] == ["jupyter", "id"]
 
-    def test_it_reads_no_env(self, machine: Machine) -> None:
-        """Its command line, then its environment, where an empty value is none, as in Compose's file."""
+def make(
+    machine: Machine, *words: str, code: int = 0, env: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    assert MAKE
+    shutil.copy(ROOT / "Makefile", machine.root)
+    for name in ("awk", "grep"):
+        with contextlib.suppress(FileExistsError):
+            (machine.tools / name).symlink_to(str(shutil.which(name)))
+    more = {**machine.env, **(env or {})}
+    done = subprocess.run(
+        [MAKE, *words], cwd=machine.root, env=more, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
 
-        def stack(*words: str, **env: str) -> tuple[str, bool]:
-            out, err = self.make(machine, "help", "image", "--dry-run", *words, env=env)
-            return re.findall(r"image.py build --stack (\S+)", out)[0], ".env: make takes STACK" in err
 
-        assert stack() == ("torch2.9-cu128", False)
-        (machine.root / ".env").write_text("STACK=torch2.6-cu124\n")
-        assert stack() == stack(STACK="") == stack("STACK=", STACK="") == ("torch2.9-cu128", True)
-        assert stack(STACK="torch2.14-cu130") == ("torch2.14-cu130", False)
-        assert stack("STACK=torch2.6-cu124", STACK="torch2.14-cu130") == ("torch2.6-cu124", False)
+@NEEDS_MAKE
+def test_make_passes_everything_on(machine: Machine) -> None:
+    machine.engine()
+    (machine.tools / "python3").symlink_to(sys.executable)
+    given = ("RECIPE=gpt-char", "GPUS=0,1", "OUT=my runs/a", "RESUME=1", "ARGS=--set 'a=[1, 2]'")
+    out, _ = make(machine, "train", *given, "STACK=x", code=2)  # as the stand-in's code isn't 0
+    assert "bootstrap.py --stack x --venv .venv --groups train\n" in out
+    assert "in .venv: train gpt-char --gpus 0,1 --out my runs/a --resume auto --set a=[1, 2]\n" in out
+    for word in ("RUNTIME=container", "DATA=/data", "IMAGE=there/x:1"):  # not passed over
+        assert "docker compose run" in make(machine, "train", word, code=2)[1]
+    make(machine, "shell", "IMAGE=there/x:1", "ARGS=id")
+    assert machine.asked()[-1][-2:] == ["jupyter", "id"]
+
+
+@NEEDS_MAKE
+def test_make_reads_no_env(machine: Machine) -> None:
+    """Its command line, then its environment, where an empty value is none, as in Compose's file."""
+
+    def stack(*words: str, **env: str) -> tuple[str, bool]:
+        out, err = make(machine, "help", "image", "--dry-run", *words, env=env)
+        return re.findall(r"image.py build --stack (\S+)", out)[0], ".env: make takes STACK" in err
+
+    assert stack() == ("torch2.9-cu128", False)
+    (machine.root / ".env").write_text("STACK=torch2.6-cu124\n")
+    assert stack() == stack(STACK="") == stack("STACK=", STACK="") == ("torch2.9-cu128", True)
+    assert stack(STACK="torch2.14-cu130") == ("torch2.14-cu130", False)
+    assert stack("STACK=torch2.6-cu124", STACK="torch2.14-cu130") == ("torch2.6-cu124", False)
 
 
 def test_a_shell_is_composes_with_the_gpus_and_data(machine: Machine, tmp_path: Path) -> None:
@@ -192,7 +197,7 @@ def test_a_shell_is_composes_with_the_gpus_and_data(machine: Machine, tmp_path: 
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ({"version": (1, "", "Cannot connect to the Docker daemon.")}, "Cannot connect to the Docker"),
+        ({"version": (1, "", "\nCannot connect to the Docker daemon.")}, "Docker daemon"),
         ({"compose version": (1, "", "")}, "docker-compose"),
     ],
 )
