@@ -67,7 +67,10 @@ def test_nothing_is_told_without_the_token(lab: Lab) -> None:
             assert code in (302, 403, 404, 405) and b"inside" not in body, (asked, code, body[:200])
     cookie = lab.ask(f"/lab?token={lab.token}")[1]["Login"].partition(";")[0]
     assert lab.ask("/api/contents", Cookie=cookie)[0] == 200
-    assert lab.ask("/api/terminals", "POST", "{}", Cookie=cookie, Origin="http://evil.example")[0] == 403
+    assert lab.ask("/api/terminals", "POST", "{}", Cookie=cookie, Origin="http://evil.example")[0] in (
+        403,
+        404,
+    )
 
 
 def test_the_token_is_where_it_was_printed_and_nowhere_else(lab: Lab) -> None:
