@@ -10,8 +10,7 @@
 # `make image STACK=…` (scripts/image.py) gives each stack's arguments and labels; docs/image.md says more. `ca` is for
 # networks with a certificate authority of their own; elsewhere it is not given.
 
-# Both bases can be replaced: --build-context conda-base=docker-image://…
-# The locks are for this platform, whatever the host's is.
+# Both can be replaced: --build-context conda-base=docker-image://… The locks are for this platform, whatever the host's is.
 # hadolint ignore=DL3029
 FROM --platform=linux/amd64 continuumio/miniconda3:26.7.1-1@sha256:eca594d684f495c1a02beff33a9fab53aec8c5830eaf431bb149912dc6c9e4c1 AS conda-base
 # hadolint ignore=DL3029
@@ -22,14 +21,14 @@ FROM conda-base AS tools
 ARG STACK=torch2.9-cu128
 ARG TORCH_VERSION=2.9.1
 ARG DRIVER=525.60.13
-COPY scripts/conda_env.py scripts/explicit_lock.py scripts/install_wheels.py scripts/prune_env.py scripts/wheels.py /tools/
+COPY scripts/conda_env.py scripts/install_wheels.py scripts/locks.py scripts/prune_env.py /tools/
 RUN --mount=type=bind,source=stacks,target=/stacks --mount=type=secret,id=ca \
     for line in "torch = \"$TORCH_VERSION\"" "floor = \"$DRIVER\""; do \
         grep -qsF "$line" "/stacks/$STACK/stack.toml" || \
             { echo "STACK=$STACK hasn't $line: make image STACK=… builds one of" /stacks/*/ >&2; exit 2; }; \
     done; \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \
-    /opt/conda/bin/python -B /tools/wheels.py "/stacks/$STACK/wheels.lock" /tools
+    /opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools
 
 # Python and native tools, by conda from an explicit lock.
 FROM tools AS env
@@ -45,8 +44,7 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
         --conda /opt/conda/bin/conda --cache /var/cache/conda-packages \
         ${CONDA_MIRROR:+--mirror "$CONDA_MIRROR"} ${ALLOW_MD5:+--allow-md5 $ALLOW_MD5}
 
-# PyTorch and what the trainer needs, wheels by hash; then what nothing uses is removed (scripts/prune_env.py says
-# why each, and what it saves), and bytecode written.
+# PyTorch and what the trainer needs, wheels by hash; then scripts/prune_env.py removes what nothing uses, and bytecode is written.
 FROM debian-base AS wheels
 ARG STACK=torch2.9-cu128
 ARG SOURCE_DATE_EPOCH
@@ -79,12 +77,10 @@ RUN echo 'trainer:*:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
     echo '. /opt/image/bashrc' >> /etc/bash.bashrc && \
     find / -xdev -perm /6000 -type f -exec chmod a-s {} +
-COPY --chmod=755 scripts/entrypoint scripts/healthy scripts/bashrc scripts/as_owner.py scripts/tensorboard_once.py /opt/image/
-COPY --chmod=755 scripts/on_top.py /opt/image/on-top
-COPY --chmod=755 scripts/uv /opt/image/bin/uv
+COPY --chmod=755 scripts/entrypoint scripts/healthy scripts/bashrc scripts/as_owner.py scripts/on_top.py scripts/tensorboard_once.py /opt/image/
 COPY --chmod=644 scripts/profile.sh /etc/profile.d/trainer.sh
 # Last in it, what the user adds: packages on top never come before the image's.
-ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/image/bin:/workspace/.packages/${STACK}/bin \
+ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/workspace/.packages/${STACK}/bin \
     LANG=C.UTF-8 \
     PYTHONNOUSERSITE=1 \
     PYTHONUNBUFFERED=1 \

@@ -1,16 +1,14 @@
 # `make help` lists what users need, `make help-maintain` the rest (scripts/maintain.mk). Variables are set on the command
-# line: make train RECIPE=…; STACK and RUNTIME may also stand in the environment. make reads no .env: that is Compose's.
+# line: make train RECIPE=…; STACK may also stand in the environment. make reads no .env: that is Compose's.
 RECIPE  = digits
 GROUPS  = train
 RUN     = runs
 VENV    = .venv
 $(foreach name,GPUS OUT RESUME ARGS PYTHON IMAGE DATA,$(eval $(name) =))
 given := $(STACK)
-ignored := $(if $(given),,STACK) $(if $(RUNTIME),,RUNTIME)
 override STACK := $(or $(STACK),torch2.9-cu128)
-RUNTIME := $(or $(RUNTIME),auto)
-$(if $(wildcard .env),$(if $(filter-out help up down,$(MAKECMDGOALS)),$(foreach name,$(ignored),$(if $(shell grep '^$(name)=.' .env), \
-	$(warning .env: make takes $(name) from its command line or the environment alone)))))
+$(if $(given),,$(if $(filter-out help up down shell,$(MAKECMDGOALS)),$(if $(shell grep -s '^STACK=.' .env), \
+	$(warning .env: make takes STACK from its command line or the environment alone))))
 
 # The first of these that runs and is in range; a pyenv shim can be on PATH and fail. The environment's own
 # Python comes first, so that PYTHON=… need not be repeated.
@@ -25,8 +23,6 @@ script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null || { echo 'make: no Python from 3.9 on \
 	here: name one with PYTHON=…, or use docker compose run --rm train $(RECIPE), which needs none' >&2; exit 2; }; \
 	"$$python" scripts/$(1)
-# What scripts/runtime.py is told by every target.
-where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor verify profile tensorboard venv image up down shell
@@ -34,16 +30,19 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 help: ## list these targets, and the variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo '  variables: RECIPE=$(RECIPE) GPUS= OUT= ARGS= STACK=$(STACK) PYTHON= GROUPS= RUN='
-	@echo '  container: RUNTIME=$(RUNTIME) (auto, local, container) IMAGE= DATA=folder outside this one'
+	@echo '  container: IMAGE= DATA=folder outside this one (make shell)'
 	@echo '  make help-maintain lists what maintainers need'
 
-train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set data.micro_batch_size=64"
-	$(call script,runtime.py train --runtime $(RUNTIME) $(where) --venv $(VENV) $(if $(GPUS),--gpus $(GPUS)) \
-		-- $(RECIPE) $(if $(OUT),--out "$(OUT)") $(if $(RESUME),--resume $(if $(OUT),auto,newest)) $(ARGS))
-
-doctor: ## say what is wrong with this machine, and with the image's container on it; ARGS="digits --json"
+train: ## train RECIPE in .venv; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set data.micro_batch_size=64"
+	$(if $(IMAGE)$(DATA)$(filter container,$(RUNTIME)),$(error make train trains in $(VENV); in the image: docker compose run --rm train $(RECIPE), \
+		or make shell ARGS="trainer train $(RECIPE)"))
 	$(call bootstrap,--groups train)
-	$(call script,runtime.py doctor $(where) --venv $(VENV) -- $(ARGS))
+	$(VENV)/bin/trainer train $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(OUT),--out "$(OUT)") \
+		$(if $(RESUME),--resume $(if $(OUT),auto,newest)) $(ARGS)
+
+doctor: ## say what is wrong with this machine; ARGS="digits --json". In a container: make shell ARGS="trainer doctor"
+	$(call bootstrap,--groups train)
+	$(VENV)/bin/trainer doctor $(ARGS)
 
 verify: ## train RUN=runs/mine again and compare the bits; ARGS="--steps 200"
 	$(call bootstrap,--groups train)
@@ -76,6 +75,6 @@ down: ## stop them, and what docker compose run left; caches stay
 	$(call script,runtime.py down -- $(ARGS))
 
 shell: ## open a shell in the image; ARGS="command" runs that instead
-	$(call script,runtime.py shell $(where) -- $(ARGS))
+	$(call script,runtime.py shell --stack "$(given)" $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)") -- $(ARGS))
 
 include scripts/maintain.mk

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 OLDEST, NEWEST = (3, 10), (3, 13)
 PLATFORMS = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}
 ROOT = Path(__file__).resolve().parent.parent
-CONTAINER = "use the container image instead (RUNTIME=container)"
+CONTAINER = "use the container image instead (docker compose run --rm train digits)"
 STAMP, LOCK, SITE = ".bootstrap.json", ".bootstrap.lock", "lib/python*/site-packages/*"
 VERSION = "{}.{}".format(*sys.version_info)
 
@@ -39,7 +39,7 @@ if (platform.system(), platform.machine()) not in PLATFORMS:
 
 import fcntl  # noqa: E402
 
-from wheels import Wheel, get_uv, index, read_lock, select  # noqa: E402
+from locks import Wheel, get_uv, index, read_wheels, select  # noqa: E402
 
 
 def find_lock(stack: str, venv: Path) -> Path:
@@ -69,8 +69,9 @@ def has_cuda_on_arm(wheels: list[Wheel]) -> bool:
 def say_where_cuda_is(lock: Path, wheels: list[Wheel], machine: str, driver: Path) -> None:
     """Tells of a GPU that torch of this stack can't use: on Arm (Grace) most stacks are CPU builds."""
     if machine == "aarch64" and driver.exists() and not has_cuda_on_arm(wheels):
-        locks = {path.parent.name: read_lock(path.read_text()) for path in ROOT.glob("stacks/*/wheels.lock")}
-        others = " or ".join(f"STACK={name}" for name, one in sorted(locks.items()) if has_cuda_on_arm(one))
+        stacks = sorted(ROOT.glob("stacks/*/wheels.lock"))
+        fit = [one.parent.name for one in stacks if has_cuda_on_arm(read_wheels(one.read_text()))]
+        others = " or ".join(f"STACK={name}" for name in fit)
         print(f"bootstrap: {lock.parent.name} trains on the CPU of this machine; {others} has CUDA for it")
 
 
@@ -79,7 +80,7 @@ class Venv:
 
     def __init__(self, path: Path, lock: Path, groups: list[str]) -> None:
         self.path, self.lock, self.asked = path, lock, groups
-        self.python, self.wheels = path / "bin/python", read_lock(lock.read_text())
+        self.python, self.wheels = path / "bin/python", read_wheels(lock.read_text())
 
     def describe(self, groups: list[str]) -> dict[str, Any]:
         """The stamp of an environment with these groups."""
@@ -142,15 +143,11 @@ class Venv:
             settings["UV_DEFAULT_INDEX"] = index()
         return not subprocess.call([str(one) for one in (uv, *words)], env={**os.environ, **settings})
 
-    def install(self, min_free: float) -> None:
+    def install(self) -> None:
         """Brings it to what the lock says of the groups that are asked for, and of those that it has."""
         stamp = self.read()
         whole = self.whole(stamp)
         groups = sorted({*self.asked, *stamp.get("groups", {})})
-        if "train" in groups and not (whole and "train" in stamp.get("groups", {})):
-            free = shutil.disk_usage(self.path).free / 1e9
-            if free < min_free:
-                stop(f"a first install needs about {min_free:g} GB; {self.path} has {free:.1f} (--min-free)")
         what = "installing" if whole else f"making {self.path}:"
         print(f"bootstrap: {what} {', '.join(groups)} of {self.lock.parent.name}", flush=True)
         changing = {"changing": True, "groups": stamp.get("groups", {})}
@@ -186,7 +183,7 @@ class Venv:
         say_where_cuda_is(self.lock, self.wheels, platform.machine(), Path("/proc/driver/nvidia/version"))
 
 
-def bootstrap(venv: Venv, min_free: float) -> None:
+def bootstrap(venv: Venv) -> None:
     """Brings the environment to what the lock says; at once if it is there already."""
     unknown = set(venv.asked) - {group for wheel in venv.wheels for group in wheel.groups}
     if unknown:
@@ -198,24 +195,21 @@ def bootstrap(venv: Venv, min_free: float) -> None:
     with (venv.path / LOCK).open("w") as file:  # its inode is the lock, which outlives remaking
         fcntl.flock(file, fcntl.LOCK_EX)
         if not venv.is_there():  # another may have done it
-            venv.install(min_free)
+            venv.install()
     print(f"bootstrap: {venv.path} is ready ({time.monotonic() - begun:.0f} s)", flush=True)
 
 
 def main() -> None:
     """Reads the arguments."""
-    # The CUDA libraries are 6 GB of it.
-    need = 8.0 if (platform.system(), platform.machine()) == ("Linux", "x86_64") else 2.0
     parser = argparse.ArgumentParser(description="Makes or updates the environment from a hash-checked lock.")
     add = parser.add_argument
     add("--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/, or a path")
     add("--groups", nargs="+", default=["train"], metavar="GROUP", help="of train, dev, test, bench, boot")
     add("--venv", type=Path, default=ROOT / ".venv", metavar="DIR", help="where (%(default)s)")
-    add("--min-free", type=float, default=need, metavar="GB", help="disk space (%(default)s)")
     options = parser.parse_args()
     path = options.venv.absolute()
     try:
-        bootstrap(Venv(path, find_lock(options.stack, path), options.groups), options.min_free)
+        bootstrap(Venv(path, find_lock(options.stack, path), options.groups))
     except KeyboardInterrupt:
         stop("interrupted; run it again to repair it", 130)
     except LookupError as error:

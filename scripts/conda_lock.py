@@ -6,11 +6,9 @@ each package, so that the tests can solve again without a network. Only solving 
 """
 
 import asyncio
-import importlib
 import json
 import lzma
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,13 +80,6 @@ class Package(NamedTuple):
         return any(re.split(r"[ =<>]", line)[0] == "python" for line in self.depends)
 
 
-def read_toml(path: Path) -> Any:
-    """Parses a TOML file."""
-    return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(
-        path.read_text()
-    )
-
-
 def split(url: str) -> tuple[str, str, str]:
     """Returns name, version and build in a package's address or file name."""
     name, version, build = re.sub(r"\.(conda|tar\.bz2)$", "", url.rsplit("/", 1)[-1]).rsplit("-", 2)
@@ -98,12 +89,6 @@ def split(url: str) -> tuple[str, str, str]:
 def build_number(build: str) -> int:
     """Returns the last number between underscores of a build string, as in `h8ab3286_1_cpython`."""
     return int(next((part for part in reversed(build.split("_")) if part.isdigit()), 0))
-
-
-def read_lock(text: str) -> list[tuple[str, str]]:
-    """Returns address and hash of each line of an explicit lock."""
-    lines = [line for line in text.splitlines() if line and not line.startswith(("#", "@"))]
-    return [(url, checksum) for url, _, checksum in (line.partition("#") for line in lines)]
 
 
 def read_records(text: str) -> list[Package]:

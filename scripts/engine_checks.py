@@ -1,18 +1,17 @@
 """Checks before a container is built or started; each raises BadInputError, with the remedy.
 
-The standard library is enough. Shared by `runtime.py` and `image.py`.
+The standard library is enough. Shared by `runtime.py`, `image.py` and `publish.py`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,8 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.config.suggest import nearest  # noqa: E402
 from trainer.errors import BadInputError  # noqa: E402
-from trainer.host.gpus import Gpu, parse_gpus  # noqa: E402
-from trainer.host.stacks import Stack, numbers, read_stacks, stack_fitting  # noqa: E402
+from trainer.host.stacks import Stack, read_stacks  # noqa: E402
 
 
 def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -40,31 +38,14 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "no word why"
 
 
-def check_engine(*, build: bool = False, compose: bool = False) -> None:
-    """Checks that an engine answers, and that it has BuildKit or Compose if they are needed."""
-    if shutil.which("docker") is None:
-        raise BadInputError(
-            "no container engine: docker isn't on PATH; install it (docs.docker.com/engine/install)"
-        )
+def check_engine(plugin: str) -> None:
+    """Checks that an engine answers, and that it has a plugin: buildx or compose."""
     done = call("docker", "version", "--format", "{{.Server.Version}}")
     if done.returncode:
-        said = done.stderr.lower()
-        if "permission denied" in said:
-            why = "its socket isn't yours: add yourself to the group docker and log in again, or go rootless"
-        elif "cannot connect" in said or "connection refused" in said or "no such file" in said:
-            where = os.environ.get("DOCKER_HOST", "")
-            at = f" at DOCKER_HOST={where}" if where else ""
-            why = f"none is running{at}: start it (systemctl start docker)"
-        else:
-            why = last_line(done.stderr)
-        raise BadInputError(f"the container engine doesn't answer: {why}")
-    if build and call("docker", "buildx", "version").returncode:
+        raise BadInputError(f"the container engine doesn't answer: {last_line(done.stderr)}")
+    if call("docker", plugin, "version").returncode:
         raise BadInputError(
-            "this engine has no BuildKit: install the plugin docker-buildx (docker-buildx-plugin of Docker)"
-        )
-    if compose and call("docker", "compose", "version").returncode:
-        raise BadInputError(
-            "this engine has no Compose: install the plugin docker-compose (docker-compose-plugin of Docker)"
+            f"this engine has no {plugin}: install docker-{plugin}, docker-{plugin}-plugin of Docker"
         )
 
 
@@ -85,8 +66,6 @@ def check_disk(need_gb: float) -> None:
 def check_ports(ports: Mapping[str, str]) -> None:
     """Checks that nobody listens on the ports of 127.0.0.1 that variables (JUPYTER_PORT) give."""
     for variable, port in ports.items():
-        if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise BadInputError(f"{variable}={port}: give a port from 1 to 65535")
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -108,53 +87,18 @@ def check_stack(name: str) -> Stack:
     return stacks[name]
 
 
-def check_driver(stack: Stack, driver: str, architectures: Sequence[str]) -> None:
-    """Checks a driver against a stack's floor; names the newest stack that would fit."""
-    if not driver or numbers(driver) >= numbers(stack.floor):
-        return
-    best = stack_fitting(driver, architectures, read_stacks())
-    remedy = f"STACK={best} fits it" if best else "no stack fits it"
-    raise BadInputError(
-        f"driver {driver} is too old for {stack.name}, which needs {stack.floor}: {remedy}; or update the "
-        "driver, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
-    )
-
-
-def host_driver() -> tuple[str, list[str]]:
-    """Returns the driver's version ("" if unknown) and each GPU's architecture (sm_90)."""
-    asked = "--query-gpu=driver_version,compute_cap"
-    lines = call("nvidia-smi", asked, "--format=csv,noheader").stdout.splitlines()
-    rows = [line.split(", ") for line in lines if re.fullmatch(r"[\d.]+, \d+\.\d", line)]
-    return (rows[0][0] if rows else ""), [f"sm_{row[1].replace('.', '')}" for row in rows]
-
-
-def container_gpus(image: str) -> tuple[list[Gpu], str]:
-    """Returns the GPUs that a container of an image sees, and the reason if it sees none."""
+def container_gpus(image: str) -> tuple[list[str], str]:
+    """Returns the names of the GPUs that a container of an image sees, and the reason if it sees none."""
     options = ["--rm", "--pull=never", "--network=none", "--gpus=all", "--entrypoint=nvidia-smi"]
     done = call("docker", "run", *options, image, "-L")
-    gpus = parse_gpus(done.stdout)
-    if gpus:
-        return gpus, ""
+    if names := re.findall(r"^GPU \d+: (.+) \(UUID", done.stdout, re.MULTILINE):
+        return names, ""
     if "could not select device driver" in done.stderr:
         return [], "the engine has no NVIDIA runtime; install nvidia-container-toolkit and restart the engine"
     return [], last_line(done.stderr or done.stdout)
-
-
-def has_image(image: str) -> bool:
-    """True if the engine has an image."""
-    return call("docker", "image", "inspect", image).returncode == 0
 
 
 def image_digest(image: str) -> str:
     """Returns the engine's digest of an image; "" if the engine doesn't have it."""
     found = call("docker", "image", "inspect", "--format", "{{.Id}}", image).stdout.strip()
     return found if found.startswith("sha256:") else ""
-
-
-def is_rootless() -> bool:
-    """True if the engine is rootless: its root is the user who runs it."""
-    options = call("docker", "info", "--format", "{{json .SecurityOptions}}").stdout
-    try:
-        return any("name=rootless" in option for option in json.loads(options) or [])
-    except ValueError:
-        return False

@@ -8,25 +8,24 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conda_lock import read_toml
 from engine_checks import (
     ROOT,
     call,
     check_disk,
     check_engine,
     check_stack,
-    has_image,
     image_digest,
     last_line,
 )
-from image_archives import differing_files, read_layers
+from image_tar import blob, read_layer
+from locks import read_toml
 
 from trainer.errors import BadInputError
 from trainer.version import __version__
@@ -38,8 +37,8 @@ LABEL = "org.opencontainers.image"
 # whose wheels are in layers already.
 BUILD_GB, AGAIN_GB = 25.0, 8.0
 # Of two builds of it: the wheels, and of each its layers, their blobs twice (first times, rewritten times),
-# and its archive. Measured for zstd; reckoned from that, with 7.3 GB in place of each 3.3, for uncompressed.
-VERIFY_GB = {"uncompressed": 70.0, "zstd": 45.0, "gzip": 47.0}
+# and its archive. Measured for zstd, which is as large as gzip; reckoned from that for uncompressed.
+VERIFY_GB = {"uncompressed": 70.0, "gzip": 47.0}
 STAND_IN = "/opt/stand-in"
 PROXIES = [
     form(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for form in (str, str.lower)
@@ -56,15 +55,12 @@ class Request(NamedTuple):
         target: train or dev.
         stand_in: An image that stands in for both bases where no registry can be reached; or "".
         tag: Of the image; "": by stack and target.
-        compression: Of its layers: uncompressed (to use it here); to push it gzip, which everything reads,
-            or zstd, which enroot reads from 4.0 and Docker from 23.
     """
 
     stack: str
     target: str
     stand_in: str = ""
     tag: str = ""
-    compression: str = "uncompressed"
 
     @property
     def name(self) -> str:
@@ -84,9 +80,11 @@ def run(*words: str | Path) -> None:
         raise BadInputError(f"`{' '.join(map(str, words[:4]))} …` failed (exit code {done.returncode})")
 
 
-def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: str) -> list[str]:
-    """Returns the command that builds a target."""
-    words = ["docker", "buildx", "build", "--provenance=false", "--sbom=false", f"--target={target}"]
+def build_words(
+    request: Request, stack: Mapping[str, Any], labels: Mapping[str, str], *more: str
+) -> list[str]:
+    """Returns the command that builds an image."""
+    words = ["docker", "buildx", "build", "--provenance=false", "--sbom=false", f"--target={request.target}"]
     arguments = {
         "STACK": request.stack,
         "TORCH_VERSION": stack["pins"]["torch"],
@@ -100,6 +98,8 @@ def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: 
         arguments |= {"CONDA_LOCKS": STAND_IN, "CONDA_MIRROR": STAND_IN, "ALLOW_MD5": ""}
     for name, value in arguments.items():
         words += ["--build-arg", f"{name}={value}"]
+    for name, value in labels.items():
+        words += ["--label", f"{name}={value}"]
     # By name: a proxy's password is on no command line, and BuildKit keeps them out of the image.
     words += [f"--build-arg={name}" for name in PROXIES if os.environ.get(name)]
     if CERTIFICATES.is_file():
@@ -107,19 +107,19 @@ def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: 
     return [*words, *more, str(ROOT)]
 
 
-def as_labels(labels: Mapping[str, str]) -> list[str]:
-    """Returns labels as options of a build."""
-    return [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
-
-
 def archive_words(
-    request: Request, stack: Mapping[str, Any], labels: Mapping[str, str], archive: Path, *more: str
+    request: Request,
+    stack: Mapping[str, Any],
+    labels: Mapping[str, str],
+    archive: Path,
+    *more: str,
+    compression: str = "uncompressed",
 ) -> list[str]:
     """Returns the command that builds an OCI archive whose bytes depend on the sources alone."""
     made = f"type=oci,dest={archive},name={request.name},rewrite-timestamp=true"
     # By force: a layer that an earlier build left in the cache otherwise stays compressed as it was then.
-    made += f",compression={request.compression},force-compression=true"
-    return build_words(request, stack, request.target, *as_labels(labels), *more, "--output", made)
+    made += f",compression={compression},force-compression=true"
+    return build_words(request, stack, labels, *more, "--output", made)
 
 
 def labels_of(request: Request, stack: Mapping[str, Any], commit: str) -> dict[str, str]:
@@ -203,20 +203,6 @@ def check_facts(request: Request, stack: Mapping[str, Any]) -> None:
         raise BadInputError(f"{request.name} isn't its stack: {'; '.join(wrong)}")
 
 
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder for archives, where there is more room than in a /tmp in memory.
-
-    Raises:
-        BadInputError: If TMPDIR isn't there.
-    """
-    where = Path(os.environ.get("TMPDIR", "/var/tmp"))
-    if not where.is_dir():
-        raise BadInputError(f"TMPDIR={where} is no folder: make it, or name another")
-    with tempfile.TemporaryDirectory(prefix="trainer-image-", dir=where) as folder:
-        yield Path(folder)
-
-
 def build(request: Request) -> None:
     """Builds, loads and labels an image.
 
@@ -224,40 +210,28 @@ def build(request: Request) -> None:
         BadInputError: If there is no engine or no space, the build fails, or the image isn't the stack.
     """
     stack = read_stack(request.stack)
-    check_engine(build=True)
-    check_disk(AGAIN_GB if has_image(f"trainer:{request.stack}-train") else BUILD_GB)
+    check_engine("buildx")
+    check_disk(AGAIN_GB if image_digest(f"trainer:{request.stack}-train") else BUILD_GB)
     labels = labels_of(request, stack, commit_of(ROOT))
     # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.
     # Not compressed: gzip takes minutes, and nothing is sent anywhere.
     into = f"type=image,name={request.name},unpack=true,compression=uncompressed,force-compression=true"
     if not has_containerd_store():
         into = f"type=docker,name={request.name}"
-    given = [*as_labels(labels), "--output", into]
-    run(*build_words(request, stack, request.target, *given))
+    run(*build_words(request, stack, labels, "--output", into))
     check_facts(request, stack)
-    print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
+    budget = stack.get("budget_gb", {}).get(
+        request.target, "none"
+    )  # measured with the stand-in for the bases
+    print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked (budget: {budget})")
     if not request.tag:
         # The name that this day's image keeps when the next one is built.
         run("docker", "tag", request.name, f"{request.name}-{datetime.now(timezone.utc):%Y%m%d}")
-    check_size(request, stack)
 
 
 def has_containerd_store() -> bool:
     """True if the engine uses containerd's image store."""
     return "io.containerd.snapshotter" in call("docker", "info", "--format", "{{.DriverStatus}}").stdout
-
-
-def check_store() -> None:
-    """Checks that the engine can write archives with rewritten times.
-
-    Raises:
-        BadInputError: If it doesn't use containerd's image store.
-    """
-    if not has_containerd_store():
-        raise BadInputError(
-            "this needs the engine's containerd image store: "
-            '{"features": {"containerd-snapshotter": true}} in daemon.json'
-        )
 
 
 def size_of(image: str) -> int:
@@ -268,77 +242,86 @@ def size_of(image: str) -> int:
     return int(done.stdout.split()[0])
 
 
-def check_size(request: Request, stack: Mapping[str, Any]) -> None:
-    """Compares an image with its stack's budget, which was measured with the stand-in for the bases.
-
-    With the real bases, which were never measured, a larger image gets a message only.
-
-    Raises:
-        BadInputError: If it is larger.
-    """
-    budget = stack.get("budget_gb", {}).get(request.target)
-    size = size_of(request.name) / 1e9
-    if budget is None or size <= budget:
-        return
-    line = f"{request.name} has {size:.2f} GB; its budget in stack.toml is {budget} GB"
-    if request.stand_in:
-        raise BadInputError(line)
-    print(f"image: {line}, measured with a stand-in for the bases", flush=True)
-
-
 def verify(request: Request, load: bool, prune: bool, need_gb: float | None) -> int:
     """Builds twice without cache and compares; returns 1 and names the files where the builds differ.
 
     Args:
         request: What to build.
-        load: Give the engine the second build, whose bytes are the first one's.
+        load: Give the engine the second build, whose bytes are the first one's, to be pushed: compressed by
+            gzip, which everything reads.
         prune: Empty the engine's build cache between the builds, on a small disk.
         need_gb: Disk to ask for; None: what two builds of the default stack took.
 
     Raises:
         BadInputError: A build failed, or the image isn't its stack.
     """
-    stack = read_stack(request.stack)
-    check_engine(build=True)
-    check_store()
-    check_disk(VERIFY_GB[request.compression] if need_gb is None else need_gb)
+    stack, compression = read_stack(request.stack), "gzip" if load else "uncompressed"
+    check_engine("buildx")
+    if not has_containerd_store():  # which rewrites times
+        line = '{"features": {"containerd-snapshotter": true}} in daemon.json'
+        raise BadInputError(f"this needs the engine's containerd image store: {line}")
+    check_disk(VERIFY_GB[compression] if need_gb is None else need_gb)
     labels = labels_of(request, stack, commit_of(ROOT)) if load else {}
-    with scratch() as folder:
-        first, second = (folder / f"{number}.tar" for number in (1, 2))
-        run(*archive_words(request, stack, labels, first, "--no-cache"))
+    # There is more room than in a /tmp in memory.
+    where = os.environ.get("TMPDIR", "/var/tmp")
+    with tempfile.TemporaryDirectory(prefix="trainer-image-", dir=where) as folder:
+        first, second = (Path(folder, f"{number}.tar") for number in (1, 2))
+        run(*archive_words(request, stack, labels, first, "--no-cache", compression=compression))
         if prune:
             run("docker", "buildx", "prune", "--all", "--force")
-        run(*archive_words(request, stack, labels, second, "--no-cache"))
-        found = differences(first, second, request.compression)
+        run(*archive_words(request, stack, labels, second, "--no-cache", compression=compression))
+        found = differences(first, second, files=not load)
         for line in found:
             print(f"image: {line}", file=sys.stderr)
         if found:
             return 1
-        built = read_layers(second)
+        built, layers = read_layers(second)
         first.unlink()
         if load:
             run("docker", "load", "--quiet", "--input", second)
-    print(f"image: two builds gave {built.digest} ({len(built.layers)} layers)")
+    print(f"image: two builds gave {built} ({len(layers)} layers)")
     if load:
         check_facts(request, stack)
-        if image_digest(request.name) != built.digest:
-            raise BadInputError(f"the engine loaded {request.name} as another image than {built.digest}")
+        if image_digest(request.name) != built:
+            raise BadInputError(f"the engine loaded {request.name} as another image than {built}")
     return 0
 
 
-def differences(first: Path, second: Path, compression: str) -> list[str]:
+def read_layers(archive: Path) -> tuple[str, list[str]]:
+    """Returns the digest of the manifest in an OCI archive of one image, and those of its layers."""
+    with tarfile.open(archive) as tar:
+
+        def read(name: str) -> Any:
+            file = tar.extractfile(name)
+            assert file is not None
+            return json.load(file)
+
+        digest = read("index.json")["manifests"][0]["digest"]
+        return digest, [layer["digest"] for layer in read(blob(digest))["layers"]]
+
+
+def differing_files(archives: tuple[Path, Path], layers: tuple[str, str]) -> list[str]:
+    """Returns the paths that differ between a layer of one archive and one of the other (uncompressed)."""
+    read = []
+    for archive, digest in zip(archives, layers, strict=True):
+        with tarfile.open(archive) as tar:
+            layer = tar.extractfile(blob(digest))
+            assert layer is not None
+            read.append(read_layer(layer, lambda _: False))
+    return sorted(name for name in read[0].keys() | read[1].keys() if read[0].get(name) != read[1].get(name))
+
+
+def differences(first: Path, second: Path, files: bool) -> list[str]:
     """Returns differences between two archives of an image, a line per layer; none if digests are equal."""
-    one, two = read_layers(first), read_layers(second)
-    if one.digest == two.digest:
+    (one, lower), (two, upper) = read_layers(first), read_layers(second)
+    if one == two:
         return []
-    lines = [f"two builds gave {one.digest} and {two.digest}"]
-    if len(one.layers) != len(two.layers):
-        lines.append(f"{len(one.layers)} layers and {len(two.layers)}")
-    for number, layers in enumerate(zip(one.layers, two.layers, strict=False)):
+    lines = [f"two builds gave {one} ({len(lower)} layers) and {two} ({len(upper)})"]
+    for number, layers in enumerate(zip(lower, upper, strict=False)):
         if layers[0] != layers[1]:
             names = "(compressed: make verify-image names the files)"
-            if compression == "uncompressed":
-                found = differing_files(first, second, layers)
+            if files:
+                found = differing_files((first, second), layers)
                 names = f"{len(found)} files, {', '.join(found[:20])}"
             lines.append(f"layer {number} differs: {names}")
     return lines
@@ -349,32 +332,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (("build", "build and label"), ("verify", "build twice without cache and compare")):
-        command = commands.add_parser(name, help=what)
-        command.add_argument("--stack", default=DEFAULT, help="a folder of stacks/ (%(default)s)")
-        command.add_argument("--target", choices=TARGETS, default="train", help="(%(default)s)")
-        command.add_argument("--compression", choices=[*VERIFY_GB], default="uncompressed")
-        command.add_argument("--tag", default="", help="name of the image (trainer:STACK-TARGET)")
-        command.add_argument(
-            "--stand-in",
-            default=os.environ.get("TRAINER_STAND_IN", ""),
-            metavar="IMAGE",
-            help="for tests where no registry can be reached: an image in place of both bases",
-        )
+        add = commands.add_parser(name, help=what).add_argument
+        add("--stack", default=DEFAULT, help="a folder of stacks/ (%(default)s)")
+        add("--target", choices=TARGETS, default="train", help="(%(default)s)")
+        add("--tag", default="", help="name of the image (trainer:STACK-TARGET)")
+        about = "for tests where no registry can be reached: an image in place of both bases"
+        add("--stand-in", default=os.environ.get("TRAINER_STAND_IN", ""), metavar="IMAGE", help=about)
         if name == "verify":
-            command.add_argument(
-                "--load", action="store_true", help="give the engine the second build, labeled"
-            )
-            command.add_argument("--need-gb", type=float, metavar="GB", help="disk to ask for")
-            command.add_argument(
-                "--prune", action="store_true", help="empty the build cache between the builds"
-            )
+            add("--load", action="store_true", help="give the engine the second build, labeled, by gzip")
+            add("--need-gb", type=float, metavar="GB", help="disk to ask for")
+            add("--prune", action="store_true", help="empty the build cache between the builds")
     options = parser.parse_args()
-    request = Request(options.stack, options.target, options.stand_in, options.tag, options.compression)
+    request = Request(options.stack, options.target, options.stand_in, options.tag)
     try:
         if options.command == "verify":
             return verify(request, options.load, options.prune, options.need_gb)
         build(request)
-    except BadInputError as error:
+    except (BadInputError, OSError) as error:  # or a TMPDIR that isn't there
         print(f"image: {error}", file=sys.stderr)
         return 2
     return 0

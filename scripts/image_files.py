@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Finds the owner of every file of an image: the base, a conda record, a wheel's RECORD, or this repository.
 
-An image is a name that the engine knows, a tar file, or a folder in OCI's layout; it is read once, from
-outside, and needs nothing. A file that nobody owns, that differs from its record, or that a record names
+An image is a name that the engine knows, or an archive of it; it is read once, from outside, and needs
+nothing. A file that nobody owns, that differs from its record, or that a record names
 and is not there is a finding; so is what no image should hold (image_hazards.py). Of a library that
 prune_env.py took symbols from, its list has the record's hash and the file's. Of bytecode the header is
 checked, which names its source's hash, not the code. With --stack, the records must be those of the stack's
@@ -13,14 +13,13 @@ import argparse
 import fnmatch
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from explicit_lock import LockError
 from image_hazards import Finding, hazards
 from image_records import (
     BYTECODE,
@@ -38,13 +37,11 @@ from image_records import (
     wheel_claims,
     wrong_bytecode,
 )
-from image_tar import Entry, Files, Image, ImageError, opened, read_image, read_layout
-from locked import Locked, read_locks
-from sbom import bill
-from wheels import canonical
+from image_tar import Entry, Files, Image, ImageError, load_image
+from locks import Locked, LockError, canonical, read_locks
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = 20  # findings of one kind on the terminal
+SHOWN = 20  # findings of one kind on the terminal; --json FILE has all
 
 
 class Made(NamedTuple):
@@ -65,8 +62,7 @@ MADE = (
     Made("opt/conda/.condarc", text="channels: [conda-forge]\ndefault_channels: []\n"),
     Made("opt/image/entrypoint", like="scripts/entrypoint"),
     Made("opt/image/healthy", like="scripts/healthy"),
-    Made("opt/image/bin/uv", like="scripts/uv"),
-    Made("opt/image/on-top", like="scripts/on_top.py"),
+    Made("opt/image/on_top.py", like="scripts/on_top.py"),
     Made("opt/image/as_owner.py", like="scripts/as_owner.py"),
     Made("opt/image/bashrc", like="scripts/bashrc"),
     Made("opt/image/tensorboard_once.py", like="scripts/tensorboard_once.py"),
@@ -216,19 +212,11 @@ def totals(report: Report, files: Files) -> dict[str, tuple[int, int]]:
     return found
 
 
-def load(name: str) -> Image:
-    """Reads an image by its name, or from its file or folder."""
-    if Path(name, "index.json").is_file():
-        return read_layout(Path(name), keep)
-    with opened(name) as source:
-        return read_image(source, keep)
-
-
 def walk(options: argparse.Namespace) -> int:
     """Reads the images, writes what is asked for, says what is wrong; returns the exit code."""
     locked = read_locks(options.stacks / options.stack) if options.stack else None
-    bases = [load(name) for name in options.base]
-    image = load(options.image)
+    bases = [load_image(name, keep) for name in options.base]
+    image = load_image(options.image, keep)
     report = account(image, bases, locked=locked)
     sums = totals(report, image.files)
     if options.json:
@@ -246,19 +234,16 @@ def walk(options: argparse.Namespace) -> int:
         }
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     if options.sbom:
+        from sbom import bill  # which needs cyclonedx-python-lib
+
         named = dict(zip(options.base, bases, strict=True))
-        epoch = os.environ.get("SOURCE_DATE_EPOCH")
-        text = bill(options.image, image, named, report.components, locked, epoch)
-        options.sbom.write_text(json.dumps(text, indent=2) + "\n")
+        options.sbom.write_text(bill(options.image, image, named, report.components, locked) + "\n")
     for owner, (number, size) in sorted(sums.items()):
         print(f"image_files: {owner}: {number} files, {size / 1e6:.1f} MB")
-    kinds = dict.fromkeys(finding.kind for finding in report.findings)
-    for kind in kinds:
-        some = [finding for finding in report.findings if finding.kind == kind]
-        for finding in some[:SHOWN]:
-            print(f"image_files: {kind}: /{finding.path}: {finding.why}", file=sys.stderr)
-        if len(some) > SHOWN:
-            print(f"image_files: {kind}: {len(some) - SHOWN} more; --json FILE lists all", file=sys.stderr)
+    for kind, some in groupby(report.findings, lambda finding: finding.kind):
+        for number, finding in enumerate(some):
+            if number < SHOWN:
+                print(f"image_files: {kind}: /{finding.path}: {finding.why}", file=sys.stderr)
     number = sum(number for number, _ in sums.values())
     print(f"image_files: {options.image}: {number} files have an owner, {len(report.findings)} findings")
     return 1 if report.findings else 0
@@ -271,7 +256,7 @@ def main(words: list[str] | None = None) -> None:
     add(
         "image",
         metavar="IMAGE",
-        help="a name that the engine knows, a tar file of an image or file system, or a folder in OCI layout",
+        help="a name that the engine knows, or an archive in OCI's layout (/dev/stdin: of a pipe)",
     )
     add("--base", nargs="+", required=True, metavar="IMAGE", help="what it is built from or copies from")
     add("--stack", default="", metavar="NAME", help="the records must be of this stack's locks")

@@ -11,7 +11,7 @@ from collections.abc import Container
 from typing import Any, NamedTuple
 
 from image_tar import MAGICS, Entry, Files, ImageError
-from wheels import canonical
+from locks import canonical
 
 NOTHING = hashlib.sha256(b"").hexdigest()
 RECORD = re.compile(r"(?P<site>.*)/(?P<name>[^/]+)-(?P<version>[^/-]+)\.dist-info/RECORD")

@@ -1,7 +1,6 @@
 """Reads an image as a stream, so that it needs nothing inside: every file's hash, of each layer and merged.
 
-An image is a name that the engine knows (`docker save`), a folder in OCI's layout, or a tar file: an archive
-in OCI's or Docker's layout, or a file system as `docker export` writes it, without layers and configuration.
+An image is a name that the engine knows (`docker save`), or an archive in OCI's layout: a file, or a pipe.
 """
 
 import _imp
@@ -14,13 +13,11 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 BLOCK = 1 << 20
 SMALL = 1 << 20  # bytes; larger files are not searched for secrets
-BLOB = re.compile(r"blobs/sha256/[0-9a-f]{64}|[0-9a-f]{64}/layer\.tar")
 # What begins bytecode of CPython 3.11 to 3.13: the key of the sources' hash in it.
 MAGICS = (3495, 3531, 3571)
 # A key is its header and content: programs that read keys hold the header alone.
@@ -71,9 +68,9 @@ class Image(NamedTuple):
     """An image: its files merged, its layers, its configuration."""
 
     files: Files
-    layers: list[Files]  # with their whiteouts; of a plain file system, the one tree
+    layers: list[Files]  # with their whiteouts
     config: dict[str, Any]
-    digest: str  # of the manifest; "" for a plain file system
+    digest: str  # of the manifest
 
 
 def secrets_in(content: bytes) -> tuple[str, ...]:
@@ -117,18 +114,6 @@ def read_file(source: IO[bytes], name: str, mode: int, size: int, keep: bool) ->
     return Entry("file", mode, size, found.hexdigest())
 
 
-class Member(tarfile.TarInfo):
-    """A tar's member; a header that is cut off is an error, not the tar's end as in tarfile."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> "Member":
-        """Reads the next header."""
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.TruncatedHeaderError:  # type: ignore[attr-defined]  # typeshed lacks it
-            raise tarfile.ReadError("cut off inside a header") from None
-
-
 def plain(name: str) -> str:
     """Returns a member's path in one form, without leading `./` or `/`."""
     return posixpath.normpath(f"/{name}").lstrip("/")
@@ -154,10 +139,10 @@ def entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo, files: Files, keep: 
     return Entry("folder" if member.isdir() else "device", mode)
 
 
-def read_layer(source: IO[bytes], keep: Keep, mode: Literal["r|*", "r:*"] = "r|*") -> Files:
-    """Reads a file system or the changes of a layer, compressed or not; of a stream, or (`r:*`) of a file."""
+def read_layer(source: IO[bytes], keep: Keep) -> Files:
+    """Reads the changes of a layer, compressed or not."""
     files: Files = {}
-    with tarfile.open(fileobj=source, mode=mode, tarinfo=Member) as tar:
+    with tarfile.open(fileobj=source, mode="r|*") as tar:
         for member in tar:
             if name := plain(member.name):
                 stamp = (member.uid, member.gid, member.mtime, member.linkname)
@@ -195,77 +180,36 @@ def parents(path: str) -> Iterator[str]:
 
 
 def read_image(source: IO[bytes], keep: Keep) -> Image:
-    """Reads a tar stream once.
+    """Reads an archive in OCI's layout once, from its start to its end.
 
     Raises:
-        ImageError: it is no image, or has a layer compressed in a way that Python cannot read.
+        ImageError: it is none, or has a layer compressed in a way that Python cannot read.
     """
-    files: Files = {}
-    texts: dict[str, bytes] = {}  # an archive's JSON
+    texts: dict[str, bytes] = {}  # JSON: index, manifests, configuration
     blobs: dict[str, Files] = {}
-    name = ""
+    name = "its start"
     try:
-        with tarfile.open(fileobj=source, mode="r|*", tarinfo=Member) as tar:
+        with tarfile.open(fileobj=source, mode="r|*") as tar:
             for member in tar:
                 name = plain(member.name)
                 content = tar.extractfile(member) if member.isreg() else None
-                if content and BLOB.fullmatch(name):
-                    if member.size > 4 * SMALL:
-                        blobs[name] = read_layer(content, keep)
-                    elif (text := content.read()).startswith(b"{"):
-                        texts[name] = text
-                    else:
-                        blobs[name] = read_layer(io.BytesIO(text), keep)
-                elif content and (
-                    name in ("index.json", "manifest.json") or re.fullmatch(r"[0-9a-f]{64}\.json", name)
-                ):
-                    texts[name] = content.read()
-                    files[name] = read_file(
-                        io.BytesIO(texts[name]), name, member.mode, member.size, keep(name)
-                    )
-                elif name:
-                    files[name] = entry_of(tar, member, files, keep)
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ImageError(
-            f"no tar, cut short or unknown compression at {name or 'its start'}: {error}"
-        ) from None
-    if not blobs:
-        return Image(files, [files], {}, "")
-    try:
+                if content and member.size > 4 * SMALL:
+                    blobs[name] = read_layer(content, keep)
+                elif content and (text := content.read()).startswith(b"{"):
+                    texts[name] = text
+                elif content and name.startswith("blobs/"):
+                    blobs[name] = read_layer(io.BytesIO(text), keep)
         digest, config, names = parts(texts)
         layers = [blobs[name] for name in names]
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ImageError(f"no tar, cut short or unknown compression at {name}: {error}") from None
     except (KeyError, IndexError, ValueError) as error:
         raise ImageError(f"an archive without {error}") from None
     return Image(merge(layers), layers, config, digest)
 
 
-def read_layout(folder: Path, keep: Keep) -> Image:
-    """Reads a folder in OCI's layout, which may hold the blobs of other images, too.
-
-    Raises:
-        ImageError: it is no image, or has a layer compressed in a way that Python cannot read.
-    """
-    texts, layers, name = dict[str, bytes](), list[Files](), "index.json"
-    try:
-        for path in (folder / name, *folder.glob("blobs/sha256/*")):
-            if path.stat().st_size <= 4 * SMALL and (text := path.read_bytes()).startswith(b"{"):
-                texts[path.relative_to(folder).as_posix()] = text
-        digest, config, names = parts(texts)
-        for name in names:
-            with (folder / name).open("rb") as file:
-                layers.append(read_layer(file, keep, "r:*"))
-    except (KeyError, IndexError, ValueError) as error:
-        raise ImageError(f"a folder without {error}") from None
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ImageError(f"no tar, cut short or unknown compression at {name}: {error}") from None
-    return Image(merge(layers), layers, config, digest)
-
-
 def parts(texts: dict[str, bytes]) -> tuple[str, dict[str, Any], list[str]]:
     """Returns the manifest's digest, the configuration and the layers' names of an archive."""
-    if "index.json" not in texts:
-        first = json.loads(texts["manifest.json"])[0]
-        return "", json.loads(texts[first["Config"]]), list(first["Layers"])
     manifest: dict[str, Any] = json.loads(texts["index.json"])
     digest = ""
     while "manifests" in manifest:
@@ -286,17 +230,15 @@ def blob(digest: str) -> str:
     return f"blobs/{digest.replace(':', '/')}"
 
 
-@contextmanager
-def opened(image: str) -> Iterator[IO[bytes]]:
-    """Opens a tar file, or what the engine saves of an image's name.
+def load_image(image: str, keep: Keep) -> Image:
+    """Reads an archive, or what the engine saves of an image's name.
 
     Raises:
-        ImageError: neither is there.
+        ImageError: neither is there, or it can't be read.
     """
-    if Path(image).is_file():
+    if Path(image).exists():
         with Path(image).open("rb") as file:
-            yield file
-        return
+            return read_image(file, keep)
     try:
         child = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except FileNotFoundError:
@@ -304,15 +246,12 @@ def opened(image: str) -> Iterator[IO[bytes]]:
     with child:
         assert child.stdout and child.stderr
         try:
-            yield child.stdout
+            found = read_image(child.stdout, keep)
             while child.stdout.read(BLOCK):  # tars end with padding
                 pass
-        except ImageError:
-            child.kill()  # the engine's own line says more
-            lines = child.stderr.read().decode(errors="replace").split("\n")
-            if lines[0]:
-                raise ImageError(f"{image}: {lines[0]}") from None
-            raise
-        lines = child.stderr.read().decode(errors="replace").split("\n")
-    if child.returncode:
-        raise ImageError(f"{image}: {lines[0]}")
+        except ImageError as error:
+            child.kill()
+            # The engine's own line says more.
+            why = child.stderr.read().decode(errors="replace").partition("\n")[0]
+            raise ImageError(f"{image}: {why or error}") from None
+    return found

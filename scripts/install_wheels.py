@@ -12,8 +12,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from locks import canonical, read_wheels, select
 from prune_env import prune
-from wheels import canonical, read_lock, select
 
 SETTINGS = {
     "PYTHONDONTWRITEBYTECODE": "1",  # with times in it
@@ -86,7 +86,7 @@ def main() -> None:
     asked = "import sysconfig; print(sysconfig.get_path('purelib'), sysconfig.get_path('stdlib'))"
     site, standard = map(Path, subprocess.check_output([python, "-B", "-c", asked], text=True).split())
     site.mkdir(parents=True, exist_ok=True)
-    lock = read_lock(options.lock.read_text())
+    lock = read_wheels(options.lock.read_text())
     wheels = {canonical(wheel.name) for wheel in lock if set(wheel.groups) & set(options.groups)}
     replaced = replaced_records(options.prefix, wheels)
     if wheels:  # a stack whose dev tools come from conda has none in that group

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import conda_lock
-from conda_lock import FILES, Package, read_toml
-from wheels import canonical, read_lock
+from conda_lock import FILES, Package
+from locks import LockError, canonical, read_toml, read_wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "torch2.9-cu128"
@@ -43,42 +43,11 @@ def wanted(project: dict[str, Any]) -> dict[str, list[str]]:
     return {"train": train, **project["project"]["optional-dependencies"], "boot": BOOT, "image": IMAGE}
 
 
-def shorten(marker: str, environments: list[str]) -> str:
-    """Removes from uv's marker the conditions that hold in every environment of the lock.
-
-    uv repeats the environments: `(E1 and X) or (E2 and X) or (E3 and X)`. That is X.
-    """
-    given = [set(environment.split(" and ")) for environment in environments]
-    common = set.intersection(*given)
-    rests: dict[tuple[str, ...], list[str]] = {}
-    for term in marker.split(" or "):
-        factors = [factor for factor in term.strip("()").split(" and ") if factor not in common]
-        where = [factor for factor in factors if any(factor in one for one in given)]
-        rests.setdefault(tuple(factor for factor in factors if factor not in where), []).append(
-            " and ".join(where)
-        )
-    terms = []
-    for rest, places in rests.items():
-        everywhere = {frozenset(place.split(" and ")) for place in places} == {
-            frozenset(one - common) for one in given
-        }
-        terms += [
-            " and ".join(filter(None, [*rest, "" if everywhere else place]))
-            for place in dict.fromkeys(places)
-        ]
-    terms = list(dict.fromkeys(terms))
-    return (
-        ""
-        if "" in terms
-        else " or ".join(f"({term})" if len(terms) > 1 and " and " in term else term for term in terms)
-    )
-
-
 def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options: str) -> str:
     """Runs uv on requirements; the output file in the folder holds the versions that it prefers.
 
     Raises:
-        CalledProcessError: uv failed; its stderr was printed.
+        CalledProcessError: uv failed, and said why.
     """
     (folder / "asked.in").write_text("\n".join(asked) + "\n")
     (folder / "constraints.txt").write_text(constraints)
@@ -87,18 +56,7 @@ def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options:
     command += ["--constraints", str(folder / "constraints.txt"), "--output-file", str(folder / "lock")]
     # In the folder: uv takes the environments from the pyproject.toml there.
     environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
-    try:
-        subprocess.run(
-            [*command, str(folder / "asked.in")],
-            cwd=folder,
-            env=environment,
-            check=True,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except subprocess.CalledProcessError as error:
-        print(error.stderr, end="", file=sys.stderr)
-        raise
+    subprocess.run([*command, str(folder / "asked.in")], cwd=folder, env=environment, check=True)
     return (folder / "lock").read_text()
 
 
@@ -139,7 +97,7 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
         folder = Path(temporary)
         (folder / "pyproject.toml").write_text(f"[tool.uv]\nenvironments = {json.dumps(environments)}\n")
         if old.exists() and not upgrade:
-            kept = "".join(f"{wheel.text}\n" for wheel in read_lock(old.read_text()))
+            kept = "".join(f"{wheel.text}\n" for wheel in read_wheels(old.read_text()))
             (folder / "lock").write_text(kept)
         # With conda, what depends on torch would bring its wheels' CUDA along, beside conda's.
         absent = ["torch"] if description["kind"] == "conda" else description.get("without", [])
@@ -165,7 +123,6 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
         pin, _, marker = requirement.partition(" ; ")
         if description["kind"] == "conda" and named(pin) in held:
             continue
-        marker = shorten(marker, environments)
         names = " ".join(group for group in groups if pin in needed[group])
         text += f"# groups: {names}\n{pin}{' ; ' * bool(marker)}{marker} \\\n{hashes}\n"
     return text
@@ -218,45 +175,30 @@ def replace(texts: dict[Path, str], stack: Path, today: int) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in changed]
 
 
-def run(stack: Path, only: str, pool: Path | None, upgrade: bool) -> int:
-    """Locks a stack; returns the exit code."""
-    conda = only != "wheels" and "conda" in read_toml(stack / "stack.toml")
-    uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv")
-    if uv is None and only != "conda":
-        return stop("no uv", 2)
-    texts: dict[Path, str] = {}
-    if conda:
-        try:
-            texts |= lock_conda(stack, pool, upgrade)
-        except ImportError:
-            return stop("py-rattler is missing: run this as make lock", 2)
-        except conda_lock.Unsolved as error:
-            return stop(f"conda: {error}; nothing is changed", 1)
-    if only != "conda":
-        records = texts.get(stack / "records.json") or (
-            (stack / "records.json").read_text() if (stack / "records.json").exists() else "[]"
-        )
-        try:
-            texts[stack / "wheels.lock"] = lock_wheels(
-                str(uv), stack, upgrade, conda_lock.read_records(records)
-            )
-        except subprocess.CalledProcessError:
-            return stop("uv: no solution (above); nothing is changed", 1)
-    today = int(time.time()) // 86400 * 86400
-    print(f"lock: {stack.name}: changed {', '.join(replace(texts, stack, today)) or 'nothing'}")
-    return 0
+def run(options: argparse.Namespace) -> list[str]:
+    """Locks a stack; returns the files that changed.
 
-
-def stop(line: str, code: int) -> int:
-    """Prints one line; returns the exit code."""
-    print(f"lock: {line}", file=sys.stderr)
-    return code
+    Raises:
+        LockError: something is missing, or there is no solution; nothing is changed.
+    """
+    stack = ROOT / (options.stack if "/" in options.stack else f"stacks/{options.stack}")
+    if not (stack / "stack.toml").exists():
+        raise LockError(f"no {stack}/stack.toml")
+    uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv") or "uv"
+    records, texts = stack / "records.json", dict[Path, str]()
+    if options.only != "wheels" and "conda" in read_toml(stack / "stack.toml"):
+        texts |= lock_conda(stack, options.pool, options.upgrade)
+    if options.only != "conda":
+        known = texts.get(records) or (records.read_text() if records.exists() else "[]")
+        packages = conda_lock.read_records(known)
+        texts[stack / "wheels.lock"] = lock_wheels(uv, stack, options.upgrade, packages)
+    return replace(texts, stack, int(time.time()) // 86400 * 86400)
 
 
 def main() -> int:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(
-        description="Writes the locks of stacks/<name>/ from its stack.toml and pyproject.toml."
+        description="Writes the locks of a stack from its stack.toml and pyproject.toml."
     )
     add = parser.add_argument
     add(
@@ -266,12 +208,17 @@ def main() -> int:
     add("--only", choices=["conda", "wheels"], default="", help="lock one half")
     add("--pool", type=Path, metavar="FILE", help="solve conda's half from these records, without a network")
     options = parser.parse_args()
-    stack = ROOT / (options.stack if "/" in options.stack else f"stacks/{options.stack}")
-    if not (stack / "stack.toml").exists():
-        return stop(f"no {stack}/stack.toml", 2)
-    if options.pool is not None and not options.pool.is_file():
-        return stop(f"no pool {options.pool}", 2)
-    return run(stack, options.only, options.pool, options.upgrade)
+    try:
+        changed = run(options)
+    except (LockError, ImportError, OSError) as error:  # without py-rattler: make lock has it
+        print(f"lock: {error}; nothing is changed", file=sys.stderr)
+        return 2
+    except (conda_lock.Unsolved, subprocess.CalledProcessError) as error:
+        why = f"conda: {error}" if isinstance(error, conda_lock.Unsolved) else "uv: no solution (above)"
+        print(f"lock: {why}; nothing is changed", file=sys.stderr)
+        return 1
+    print(f"lock: {options.stack}: changed {', '.join(changed) or 'nothing'}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 # What maintainers and contributors need; the Makefile includes this. `make help-maintain` lists the targets.
 BENCH = claims
-$(foreach name,REGISTRY BASE FROM TORCH DRIVER TAG SOURCE KEY ADVISORIES SEED N,$(eval $(name) =))
-.PHONY: audit bench chaos clean-venv compat compat-newest compat-oldest coverage docs first-build help-maintain image-test \
-	lint lock mutant-table mutants nightly notebooks oracles push release sbom slowdowns stack steady test test-all verify-image
+$(foreach name,REGISTRY BASE TAG SOURCE SEED N,$(eval $(name) =))
+.PHONY: bench chaos clean-venv compat compat-newest compat-oldest coverage docs first-build help-maintain image-test \
+	lint lock mutant-table mutants nightly notebooks oracles push release sbom slowdowns steady test test-all verify-image
 
 help-maintain: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' scripts/maintain.mk
-	@echo '  variables: STACK=$(STACK) ARGS= OUT= BENCH= REGISTRY= BASE= IMAGE= FROM= TORCH= TAG= SOURCE= ADVISORIES='
+	@echo '  variables: STACK=$(STACK) ARGS= OUT= BENCH= REGISTRY= BASE= IMAGE= TAG= SOURCE='
 
 verify-image: ## build STACK twice without cache and compare the bytes
 	$(call script,image.py verify --stack $(STACK) $(ARGS))
 
-first-build: ## pull the bases, build STACK twice, test, note the digests; ADVISORIES=FILE ARGS=--prune
-	ADVISORIES="$(ADVISORIES)" scripts/first_build $(STACK) $(ARGS)
+first-build: ## pull the bases, build STACK twice, test, note the digests; ARGS=--prune
+	scripts/first_build $(STACK) $(ARGS)
 
 push: ## push what make first-build tested to REGISTRY=host/path and print the digests
 	$(call script,publish.py push --stack $(STACK) --registry "$(REGISTRY)" $(ARGS))
@@ -126,24 +126,12 @@ lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels 
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
 	$(VENV)/bin/python scripts/stack_table.py
 
-# From a stack of wheels; a CUDA that no stack has needs DRIVER=native,floor.
-stack: override VENV = build/lock
-stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1
-	$(if $(and $(FROM),$(TORCH)),,$(error make stack needs FROM=, a folder of stacks/, and TORCH=, a version))
-	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
-	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)
-
 release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.2.0 SOURCE=https://…
-	$(if $(KEY),$(error KEY=: sign OUT/SHA256SUMS by cosign sign-blob, as the workflow release does))
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/python scripts/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(SOURCE),--source "$(SOURCE)") $(ARGS)
 
-audit sbom: override VENV = build/lock
-audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml
-	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
-	$(VENV)/bin/python scripts/audit.py $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS)
-
+sbom: override VENV = build/lock
 sbom: ## find the owner of every file of IMAGE, built on BASE="IMAGE …"; write its bill to build/sbom
 	$(if $(and $(IMAGE),$(BASE)),,$(error make sbom needs IMAGE= and BASE=, names or tar files of images))
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)

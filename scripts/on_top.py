@@ -1,5 +1,5 @@
 #!/opt/env/bin/python -I
-"""The Python by which pip and uv put packages on top of the image's, and take them away again.
+"""The Python by which pip puts packages on top of the image's, and takes them away again.
 
 pip.conf of the image's environment names this program as pip's `python`. It becomes the Python of a virtual
 environment below /workspace, and makes that first: there pip removes and replaces what it has installed, and

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lets users add packages to an image whose environment isn't theirs to change.
 
-pip and uv install below /workspace, which is mounted, into a virtual environment (on_top.py); Python looks
+pip installs below /workspace, which is mounted, into a virtual environment (on_top.py); Python looks
 there after the environment's own packages. What the image has stays as it is: a file of constraints holds it.
 Runs while the image is built; the standard library is enough.
 """
@@ -32,7 +32,7 @@ def constraints(installed: Iterable[tuple[str, str]]) -> str:
     return "".join(f"{line}\n" for line in sorted(lines))
 
 
-def pip_settings(stack: str, held: Path, python: str = "/opt/image/on-top") -> str:
+def pip_settings(stack: str, held: Path, python: str = "/opt/image/on_top.py") -> str:
     """pip.conf of the environment: a virtual environment that a user makes doesn't read it."""
     every = f"[global]\ndisable-pip-version-check = true\npython = {python}\n"
     return f"{every}\n[install]\nconstraint = {held}\n\n[on-top]\nfolder = {folder_of(stack)}\n"

@@ -16,6 +16,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from locks import digest_of
+
 SITE = "lib/python3.*/site-packages"
 
 
@@ -58,24 +60,6 @@ RULES = (
             *(f"{SITE}/{package}/**/{name}" for package in TESTED for name in ("tests", "test")),
             "lib/python3.*/test",
             "lib/python3.*/idlelib/idle_test",
-        ),
-    ),
-    # 15 MB.
-    Rule(
-        "Triton's test plugins",
-        "examples of LLVM passes for Triton's own tests; off unless LLVM_PASS_PLUGIN_PATH names one",
-        (f"{SITE}/triton/instrumentation",),
-    ),
-    # 4 MB. Kept: torch's, Python's, the compiler's, CUDA's that torch's headers or Triton's launcher include.
-    Rule(
-        "headers",
-        "of AMD's backend and of libraries that none of torch's headers includes",
-        (
-            f"{SITE}/triton/backends/amd/include",
-            *(
-                f"{SITE}/nvidia/{name}/include"
-                for name in ("cuda_cupti", "cufile", "nvjitlink", "cusparselt")
-            ),
         ),
     ),
 )
@@ -183,15 +167,6 @@ def strip_all(prefix: Path, gone: set[Path]) -> tuple[dict[Path, dict[str, str]]
         shutil.copymode(path, new)
         new.replace(path)
     return stripped, saved
-
-
-def digest_of(path: Path) -> str:
-    """Returns the digest of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def prune(prefix: Path) -> dict[str, object]:

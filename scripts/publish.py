@@ -9,24 +9,24 @@ moves the name without either to them.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
 import sys
 import tempfile
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from engine_checks import ROOT, call, check_engine, image_digest, last_line
 from image import DEFAULT, commit_of, run, source_of
+from locks import digest_of as hash_of
 
 from trainer.errors import BadInputError
 from trainer.version import __version__
 
 FOLDER = ROOT / "build/first-build"
-COMMIT = re.compile(r"[0-9a-f]{40}")
 Tested = dict[str, Any]
 
 
@@ -36,27 +36,12 @@ def tested(stack: str) -> Tested:
     Raises:
         BadInputError: If it didn't pass for this commit, or the commit isn't what was built.
     """
-    file = FOLDER / f"{stack}.json"
+    file, here = FOLDER / f"{stack}.json", commit_of(ROOT).removesuffix("-dirty")
     if not file.is_file():
-        raise BadInputError(
-            f"nothing was tested: {file} isn't there; make first-build STACK={stack} writes it"
-        )
-    try:
-        about: Tested = json.loads(file.read_text())
-        commit, images = str(about["commit"]), dict(about["images"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{file} can't be read ({error!r}): make first-build STACK={stack}") from None
-    here = commit_of(ROOT).removesuffix("-dirty")
-    if not COMMIT.fullmatch(commit):
-        raise BadInputError(
-            f"{file}: built of commit {commit}: commit the changes, then make first-build anew"
-        )
-    if commit != here:
-        raise BadInputError(f"{file}: tested was {commit}, here is {here}: make first-build STACK={stack}")
-    if sorted(images) != ["dev", "train"]:
-        raise BadInputError(
-            f"{file}: images {sorted(images)}, not dev and train: make first-build STACK={stack}"
-        )
+        raise BadInputError(f"nothing was tested: make first-build STACK={stack} writes {file}")
+    about: Tested = json.loads(file.read_text())
+    if about["commit"] != here:  # -dirty, too
+        raise BadInputError(f"{file}: tested was {about['commit']}, here is {here}: make first-build anew")
     return about
 
 
@@ -79,13 +64,24 @@ def digest_of(ref: str) -> str:
     raise BadInputError(f"{ref} can't be looked up: {last_line(done.stderr)}")
 
 
+def check_name(name: str, digest: str) -> None:
+    """Checks that a name in a registry is of a digest, and says so.
+
+    Raises:
+        BadInputError: If it isn't.
+    """
+    if (found := digest_of(name)) != digest:
+        raise BadInputError(f"{name} is {found or 'not there'}, not {digest}")
+    print(f"publish: {name} is {digest}", flush=True)
+
+
 def push(about: Tested, registry: str) -> None:
     """Pushes the tested digests from this machine's engine.
 
     Raises:
         BadInputError: If the engine has other images, or the registry then has.
     """
-    check_engine(build=True)
+    check_engine("buildx")
     for target, digest in about["images"].items():
         name = f"trainer:{about['stack']}-{target}"
         if image_digest(name) != digest:
@@ -95,44 +91,30 @@ def push(about: Tested, registry: str) -> None:
         remote = f"{registry}/trainer:candidate-{short(about['stack'], target)}"
         run("docker", "tag", name, remote)
         run("docker", "push", "--quiet", remote)
-        if (found := digest_of(remote)) != digest:
-            raise BadInputError(f"{remote} is {found or 'not there'} after the push, not {digest}")
-        print(f"publish: pull it by {registry}/trainer@{digest}", flush=True)
+        check_name(remote, digest)
 
 
 def provenance(about: Tested, target: str) -> dict[str, Any]:
     """Returns the provenance of an image (SLSA 1.0): the commit, the bases, the locks, and the builder."""
-    source = source_of(ROOT) or "https://example.invalid/trainer"
-    folder = ROOT / "stacks" / about["stack"]
+    source, stack = source_of(ROOT) or "https://example.invalid/trainer", about["stack"]
     found = [{"uri": f"git+{source}", "digest": {"gitCommit": about["commit"]}}]
     found += [
         {"uri": f"docker://{name}", "digest": {"sha256": digest.removeprefix("sha256:")}}
         for name, digest in about["bases"].items()
     ]
     found += [
-        {
-            "uri": f"file:stacks/{about['stack']}/{lock.name}",
-            "digest": {"sha256": hashlib.sha256(lock.read_bytes()).hexdigest()},
-        }
-        for lock in sorted(folder.glob("*.lock"))
+        {"uri": f"file:stacks/{stack}/{lock.name}", "digest": {"sha256": hash_of(lock)}}
+        for lock in sorted((ROOT / "stacks" / stack).glob("*.lock"))
     ]
-    server, repository, run_id = (
-        os.environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "RUN_ID")
-    )
-    workflow = os.environ.get("GITHUB_WORKFLOW_REF", "")
-    by = f"{server}/{workflow}" if workflow else f"{source}#a-machine-of-its-maintainers"
     return {
         "buildDefinition": {
             "buildType": f"{source}/blob/{about['commit']}/scripts/first_build",
-            "externalParameters": {"stack": about["stack"], "target": target},
+            "externalParameters": {"stack": stack, "target": target},
             "resolvedDependencies": found,
         },
         "runDetails": {
-            "builder": {"id": by},
-            "metadata": {
-                "startedOn": about["begun"],
-                **({"invocationId": f"{server}/{repository}/actions/runs/{run_id}"} if run_id else {}),
-            },
+            "builder": {"id": os.environ.get("GITHUB_WORKFLOW_REF") or f"{source}#its-maintainers"},
+            "metadata": {"startedOn": about["begun"]},
         },
     }
 
@@ -146,7 +128,14 @@ def sign(about: Tested, registry: str, bills: Path, key: Path | None) -> None:
         BadInputError: If a bill is missing or of another image, or cosign fails.
     """
     for target, digest in about["images"].items():
-        check_bill(bills / f"{target}.cdx.json", digest)
+        bill = bills / f"{target}.cdx.json"
+        if not bill.is_file():
+            raise BadInputError(
+                f"{bill} isn't there: make sbom IMAGE=… BASE=… writes build/sbom/sbom.cdx.json"
+            )
+        of = json.loads(bill.read_text()).get("metadata", {}).get("component", {}).get("version", "")
+        if of != digest:
+            raise BadInputError(f"{bill} is the bill of {of or 'no image'}, not of {digest}")
     given = ["--key", str(key), "--tlog-upload=false"] if key else []
     for target, digest in about["images"].items():
         ref = f"{registry}/trainer@{digest}"
@@ -154,22 +143,9 @@ def sign(about: Tested, registry: str, bills: Path, key: Path | None) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(provenance(about, target), file)
             file.flush()
-            bill = str(bills / f"{target}.cdx.json")
+            bill = bills / f"{target}.cdx.json"
             for kind, predicate in (("cyclonedx", bill), ("slsaprovenance1", file.name)):
                 run("cosign", "attest", "--yes", *given, "--type", kind, "--predicate", predicate, ref)
-
-
-def check_bill(bill: Path, digest: str) -> None:
-    """Checks that a bill of materials is that of an image's digest.
-
-    Raises:
-        BadInputError: If it isn't.
-    """
-    if not bill.is_file():
-        raise BadInputError(f"{bill}: no such file; make sbom IMAGE=… BASE=… writes build/sbom/sbom.cdx.json")
-    of = json.loads(bill.read_text()).get("metadata", {}).get("component", {}).get("version", "")
-    if of != digest:
-        raise BadInputError(f"{bill} is the bill of {of or 'no image'}, not of {digest}")
 
 
 def tags_of(about: Tested, registry: str, day: str, version: str) -> dict[str, str]:
@@ -178,25 +154,23 @@ def tags_of(about: Tested, registry: str, day: str, version: str) -> dict[str, s
     Raises:
         BadInputError: If a version's name is taken by another image.
     """
-    images = {short(about["stack"], target): digest for target, digest in about["images"].items()}
-    for begin, digest in images.items():
+    images = {
+        f"{registry}/trainer:{short(about['stack'], target)}": digest
+        for target, digest in about["images"].items()
+    }
+    for digest in images.values():
         if digest_of(f"{registry}/trainer@{digest}") != digest:  # so a name that isn't found isn't there
-            raise BadInputError(f"{registry} has no trainer@{digest} ({begin}): publish.py push first")
-    tags: dict[str, str] = {}
-    if version:
-        tags = {f"{registry}/trainer:{begin}-{version}": digest for begin, digest in images.items()}
-        for tag, digest in tags.items():
-            if (found := digest_of(tag)) not in ("", digest):
-                raise BadInputError(
-                    f"{tag} is {found} already and is never moved: raise the version, tag anew"
-                )
-    number = 1
-    while True:
+            raise BadInputError(f"{registry} has no trainer@{digest}: publish.py push first")
+    tags = {f"{begin}-{version}": digest for begin, digest in images.items() if version}
+    for tag, digest in tags.items():
+        if (found := digest_of(tag)) not in ("", digest):
+            raise BadInputError(f"{tag} is {found} already and is never moved: raise the version, tag anew")
+    for number in count(1):
         which = day if number == 1 else f"{day}-{number}"
-        dated = {f"{registry}/trainer:{begin}-{which}": digest for begin, digest in images.items()}
+        dated = {f"{begin}-{which}": digest for begin, digest in images.items()}
         if all(digest_of(tag) in ("", digest) for tag, digest in dated.items()):
-            return tags | dated
-        number += 1
+            break
+    return tags | dated
 
 
 def tag(about: Tested, registry: str, day: str, version: str) -> None:
@@ -211,35 +185,24 @@ def tag(about: Tested, registry: str, day: str, version: str) -> None:
         if not digest_of(name):
             # cosign refuses a name that is taken, so that nobody in between is overwritten.
             run("cosign", "copy", f"{registry}/trainer@{digest}", name)
-        if (found := digest_of(name)) != digest:
-            raise BadInputError(f"{name} is {found}, not {digest}: it wasn't moved")
-        print(f"publish: {name} is {digest}", flush=True)
+        check_name(name, digest)
     for target, digest in about["images"].items():  # the one name that moves
         name = f"{registry}/trainer:{short(about['stack'], target)}"
         run("cosign", "copy", "--force", f"{registry}/trainer@{digest}", name)
-        print(f"publish: {name} is {digest} now", flush=True)
+        check_name(name, digest)
 
 
 def main() -> int:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (
-        ("push", "push what was tested, as candidate-…"),
-        ("sign", "sign it, and attest its bill of materials and provenance"),
-        ("tag", "name it by day and version"),
-    ):
-        command = commands.add_parser(name, help=what)
-        command.add_argument("--stack", default=DEFAULT, help="a folder of stacks/ (%(default)s)")
-        command.add_argument("--registry", required=True, help="host[:port][/path]")
-        if name == "sign":
-            command.add_argument(
-                "--bills", type=Path, default=ROOT / "build/sbom", help="TARGET.cdx.json of each"
-            )
-            command.add_argument("--key", type=Path, metavar="FILE", help="cosign's; default: keyless")
-        if name == "tag":
-            command.add_argument("--day", default=f"{datetime.now(timezone.utc):%Y%m%d}", help="(today, UTC)")
-            command.add_argument("--version", default="", help="vX.Y.Z of this commit, for a release")
+    add = parser.add_argument
+    add("command", choices=["push", "sign", "tag"])
+    add("--stack", default=DEFAULT, help="a folder of stacks/ (%(default)s)")
+    add("--registry", required=True, help="host[:port][/path]")
+    add("--bills", type=Path, default=ROOT / "build/sbom", help="sign: TARGET.cdx.json of each (%(default)s)")
+    add("--key", type=Path, metavar="FILE", help="sign: cosign's; default: keyless")
+    add("--day", default=f"{datetime.now(timezone.utc):%Y%m%d}", help="tag: default: today, UTC")
+    add("--version", default="", help="tag: vX.Y.Z of this commit, for a release")
     options = parser.parse_args()
     try:
         about = tested(options.stack)

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Makes a release in a folder: wheel, sdist, notes, bill of materials, provenance, checksums.
+"""Makes a release in a folder: wheel, sdist, notes, checksums.
 
 Nothing is published. What it builds is the commit that is checked out, not the files around it; two calls
-give the same bytes. The README gets absolute links and the metadata addresses, because an index shows them
+give the same bytes. The metadata gets addresses and its README absolute links, because an index shows them
 without the files.
 """
 
 import argparse
-import gzip
 import hashlib
 import io
 import json
@@ -17,21 +16,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import uuid
 import zipfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
-from conda_lock import read_toml
-from image_records import license_of
-from sbom import cyclonedx
-from wheels import Wheel, read_lock
+from locks import read_toml
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT = "torch2.9-cu128"
-TEXT, PICTURE = "blob", "raw"  # what leads to a file, and what shows it
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
@@ -39,9 +30,9 @@ class ReleaseError(Exception):
     """Raised where there is no release, with the reason in one line."""
 
 
-def git(*words: str) -> bytes:
+def git(*words: str | Path) -> bytes:
     """Returns the output of git."""
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
+    return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, check=True).stdout
 
 
 def section(changelog: str, version: str) -> str:
@@ -50,17 +41,14 @@ def section(changelog: str, version: str) -> str:
     Raises:
         ReleaseError: there is none, or it is empty.
     """
-    found = re.search(
-        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n(.*?)(?=^## \[|\Z)",
-        changelog,
-        re.MULTILINE | re.DOTALL,
-    )
+    head = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n"
+    found = re.search(rf"{head}(.*?)(?=^## \[|\Z)", changelog, re.MULTILINE | re.DOTALL)
     if not found or not found[1].strip():
         raise ReleaseError(f"CHANGELOG.md has no section '## [{version}] - YEAR-MONTH-DAY', or it is empty")
     return found[1].strip() + "\n"
 
 
-def version_of(tag: str, texts: dict[str, str]) -> str:
+def version_of(tag: str) -> str:
     """The version that a tag, the package, pyproject.toml and CITATION.cff all name.
 
     Raises:
@@ -73,12 +61,11 @@ def version_of(tag: str, texts: dict[str, str]) -> str:
     }
     said = {"the tag": tag.removeprefix("v")}
     for file, pattern in patterns.items():
-        found = re.search(pattern, texts[file], re.MULTILINE)
+        found = re.search(pattern, (ROOT / file).read_text(), re.MULTILINE)
         said[file] = found[1].strip("\"'") if found else "none"
     if not tag.startswith("v") or len(set(said.values())) > 1:
-        raise ReleaseError(
-            f"tag {tag}: versions differ: {', '.join(f'{where} {one}' for where, one in said.items())}"
-        )
+        differ = ", ".join(f"{where} {one}" for where, one in said.items())
+        raise ReleaseError(f"tag {tag}: versions differ: {differ}")
     return said["the tag"]
 
 
@@ -97,131 +84,55 @@ def check_tag(tag: str) -> None:
 
 
 def absolute(readme: str, source: str, tag: str) -> str:
-    """A README whose relative links and pictures lead to the repository at a tag."""
-    if not source:
-        return readme
+    """A README whose relative links and pictures lead to the repository at a tag; code stays as it is."""
 
     def lead(match: re.Match[str]) -> str:
         picture, label, target = match[1], match[2], match[3]
         if re.match(r"[a-z]+:|#|/", target):
             return match[0]
-        return f"{picture}[{label}]({source}/{PICTURE if picture else TEXT}/{tag}/{target})"
+        return f"{picture}[{label}]({source}/{'raw' if picture else 'blob'}/{tag}/{target})"
 
-    fenced = re.split(r"(^```.*?^```$)", readme, flags=re.MULTILINE | re.DOTALL)
-    return "".join(
-        part if part.startswith("```") else re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", lead, part)
-        for part in fenced
-    )
+    parts = re.split(r"(^```.*?^```$)", readme, flags=re.MULTILINE | re.DOTALL)
+    links = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+    return "".join(part if part.startswith("```") else links.sub(lead, part) for part in parts)
 
 
 def addressed(project: str, source: str, tag: str) -> str:
     """pyproject.toml with the addresses of source, issues, changes and documentation."""
-    if not source:
-        return project
     urls = {
         "Source": source,
         "Issues": f"{source}/issues",
-        "Changelog": f"{source}/{TEXT}/{tag}/CHANGELOG.md",
-        "Documentation": f"{source}/{TEXT}/{tag}/docs/index.md",
+        "Changelog": f"{source}/blob/{tag}/CHANGELOG.md",
+        "Documentation": f"{source}/blob/{tag}/docs/index.md",
     }
     table = "".join(f"{name} = {json.dumps(url)}\n" for name, url in urls.items())
     return project.replace("[project.scripts]\n", f"[project.urls]\n{table}\n[project.scripts]\n")
 
 
-def build(out: Path, source: str, tag: str, epoch: int) -> None:
-    """Builds wheel and sdist from the commit, offline; the files in both have the commit's time."""
+def build(out: Path, source: str, tag: str) -> None:
+    """Builds wheel and sdist from the commit, offline; the files in both have the commit's time.
+
+    The sdist is git's archive, with the wheel's metadata: setuptools' differs from call to call.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
             archive.extractall(folder, filter="data")
         for name, change in {"README.md": absolute, "pyproject.toml": addressed}.items():
-            file = folder / name
-            file.write_text(change(file.read_text(), source, tag))
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+            if source:
+                (folder / name).write_text(change((folder / name).read_text(), source, tag))
         os.umask(0o022)
-        ran = subprocess.run(
-            [sys.executable, "-c", BUILD, out],
-            cwd=folder,
-            env={**os.environ, "SOURCE_DATE_EPOCH": str(epoch)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        env = {**os.environ, "SOURCE_DATE_EPOCH": git("log", "-1", "--format=%ct").decode().strip()}
+        command = [sys.executable, "-c", BUILD, str(out)]
+        ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise ReleaseError(f"setuptools: {ran.stderr.strip().splitlines()[-1]}")
         (wheel,) = out.glob("*.whl")
         name = "-".join(wheel.name.split("-")[:2])
-        with zipfile.ZipFile(wheel) as archive:
-            (folder / "PKG-INFO").write_bytes(archive.read(f"{name}.dist-info/METADATA"))
-        write_sdist(out / f"{name}.tar.gz", folder, [folder / "PKG-INFO", *files], epoch)
-
-
-def write_sdist(file: Path, folder: Path, files: Sequence[Path], epoch: int) -> None:
-    """Writes an sdist with everything that the commit has; setuptools' differs from call to call."""
-    with (
-        file.open("wb") as raw,
-        gzip.GzipFile("", "wb", 9, raw, mtime=epoch) as packed,
-        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
-    ):
-        for path in files:
-            entry = tarfile.TarInfo(f"{file.name.removesuffix('.tar.gz')}/{path.relative_to(folder)}")
-            entry.size, entry.mtime = path.stat().st_size, epoch
-            entry.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
-            with path.open("rb") as content:
-                archive.addfile(entry, content)
-
-
-def bill(version: str, wheels: Sequence[Wheel], epoch: int) -> dict[str, Any]:
-    """A bill of materials (CycloneDX 1.6) of what training takes, as the default stack locks it."""
-
-    def component(wheel: Wheel) -> dict[str, Any]:
-        purl = f"pkg:pypi/{wheel.name}@{wheel.version}"
-        named = {
-            "type": "library",
-            "bom-ref": purl,
-            "name": wheel.name,
-            "version": wheel.version,
-            "purl": purl,
-        }
-        try:
-            said = license_of(distribution(wheel.name).read_text("METADATA") or "")
-        except PackageNotFoundError:
-            said = ""
-        return {**named, "licenses": [{"license": {"name": said}}]} if said else named
-
-    own = f"pkg:pypi/reproducible-trainer@{version}"
-    unique = {(one.name, one.version): one for one in wheels if "train" in one.groups}
-    whole = {
-        **{"type": "application", "bom-ref": own, "name": "reproducible-trainer", "version": version},
-        **{"purl": own, "licenses": [{"license": {"id": "Apache-2.0"}}]},
-    }
-    serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{own} {epoch}")
-    return cyclonedx(serial, whole, [component(wheel) for _, wheel in sorted(unique.items())], str(epoch))
-
-
-def sums(out: Path) -> dict[str, str]:
-    """SHA-256 of each file of a folder."""
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.iterdir())}
-
-
-def provenance(out: Path, source: str, tag: str) -> dict[str, Any]:
-    """An in-toto statement with SLSA's provenance: which commit and lock the files of a folder are of."""
-    lock = (ROOT / "stacks" / DEFAULT / "wheels.lock").read_bytes()
-    commit = {"uri": source or "trainer", "digest": {"gitCommit": git("rev-parse", "HEAD").decode().strip()}}
-    locked = {"uri": f"stacks/{DEFAULT}/wheels.lock", "digest": {"sha256": hashlib.sha256(lock).hexdigest()}}
-    return {
-        "_type": "https://in-toto.io/Statement/v1",
-        "subject": [{"name": name, "digest": {"sha256": value}} for name, value in sums(out).items()],
-        "predicateType": "https://slsa.dev/provenance/v1",
-        "predicate": {
-            "buildDefinition": {
-                "buildType": "make release",
-                "externalParameters": {"tag": tag},
-                "resolvedDependencies": [commit, locked],
-            },
-            "runDetails": {"builder": {"id": os.environ.get("GITHUB_WORKFLOW_REF", "scripts/release.py")}},
-        },
-    }
+        with zipfile.ZipFile(wheel) as metadata:
+            (folder / "PKG-INFO").write_bytes(metadata.read(f"{name}.dist-info/METADATA"))
+        more = (f"--prefix={name}/", f"--add-file={folder}/PKG-INFO", f"--output={out}/{name}.tar.gz")
+        git("archive", *more, "HEAD")
 
 
 def release(tag: str, out: Path, source: str) -> None:
@@ -230,21 +141,16 @@ def release(tag: str, out: Path, source: str) -> None:
     Raises:
         ReleaseError: something isn't as it must be; nothing was written, or the folder isn't whole.
     """
-    files = ("trainer/version.py", "pyproject.toml", "CITATION.cff", "CHANGELOG.md")
-    texts = {file: (ROOT / file).read_text() for file in files}
-    version = version_of(tag, texts)
-    notes = section(texts["CHANGELOG.md"], version)
+    version = version_of(tag)
+    notes = section((ROOT / "CHANGELOG.md").read_text(), version)
     check_tag(tag)
     if out.exists() and any(out.iterdir()):
         raise ReleaseError(f"{out} isn't empty: give another folder")
     out.mkdir(parents=True, exist_ok=True)
-    epoch = int(git("log", "-1", "--format=%ct"))
-    build(out.resolve(), source, tag, epoch)
+    build(out.resolve(), source, tag)
     (out / "notes.md").write_text(notes)
-    wheels = read_lock((ROOT / "stacks" / DEFAULT / "wheels.lock").read_text())
-    (out / "sbom.cdx.json").write_text(json.dumps(bill(version, wheels, epoch), indent=1) + "\n")
-    (out / "provenance.json").write_text(json.dumps(provenance(out, source, tag), indent=1) + "\n")
-    listed = "".join(f"{value}  {name}\n" for name, value in sums(out).items())
+    files = sorted(out.iterdir())
+    listed = "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
     (out / "SHA256SUMS").write_text(listed)
     print(f"release: {version} in {out}:\n{listed}", end="")
     if not source:
@@ -255,10 +161,10 @@ def release(tag: str, out: Path, source: str) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Reads the arguments."""
-    stack = str(read_toml(ROOT / "pyproject.toml")["project"]["version"])
+    version = str(read_toml(ROOT / "pyproject.toml")["project"]["version"])
     parser = argparse.ArgumentParser(description="Makes a release in a folder; publishes nothing.")
     add = parser.add_argument
-    add("--tag", default=f"v{stack}", help="the tag that it gets or has (%(default)s)")
+    add("--tag", default=f"v{version}", help="the tag that it gets or has (%(default)s)")
     add("--out", type=Path, default=ROOT / "build/release", metavar="DIR", help="where (%(default)s)")
     add("--source", default="", metavar="URL", help="address of the repository's page")
     options = parser.parse_args(words)

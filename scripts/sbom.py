@@ -3,104 +3,78 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
-from urllib.parse import quote
 
-from image_records import Component, pruned
+from cyclonedx.model import HashAlgorithm, HashType, Property
+from cyclonedx.model.bom import Bom, BomMetaData
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.model.license import DisjunctiveLicense
+from cyclonedx.output import make_outputter
+from cyclonedx.schema import OutputFormat, SchemaVersion
+from image_records import Component as Found, pruned
 from image_tar import Image
-from locked import Locked
-from wheels import canonical
+from locks import Locked, canonical
+from packageurl import PackageURL
 
 
-def purl(one: Component) -> str:
+def purl(one: Found) -> PackageURL:
     """A package URL (github.com/package-url/purl-spec) of a component."""
-    version = quote(one.version, safe="")
     if one.kind == "wheel":
-        return f"pkg:pypi/{one.name}@{version}"
+        return PackageURL("pypi", None, one.name, one.version)
     if one.kind == "trainer":  # built from this repository, not taken from PyPI
-        return f"pkg:generic/{one.name}@{version}"
-    channel, subdir = (
-        str(one.record.get("channel", "")).rstrip("/").rsplit("/", 1)[-1],
-        one.record.get("subdir", ""),
-    )
-    file = str(one.record.get("url", ".conda"))
-    given = {"build": one.record["build"], "channel": channel, "subdir": subdir}
-    given["type"] = "conda" if file.endswith(".conda") else "tar.bz2"
-    query = "&".join(f"{key}={quote(str(value), safe='')}" for key, value in given.items() if value)
-    return f"pkg:conda/{one.name}@{version}?{query}"
+        return PackageURL("generic", None, one.name, one.version)
+    channel, file = str(one.record.get("channel", "")), str(one.record.get("url", ".conda"))
+    given = {"build": one.record["build"], "channel": channel.rstrip("/").rsplit("/", 1)[-1]}
+    given |= {"subdir": one.record.get("subdir", "")}
+    given |= {"type": "conda" if file.endswith(".conda") else "tar.bz2"}
+    return PackageURL("conda", None, one.name, one.version, given)
 
 
-def hashes_of(one: Component, locked: Locked | None) -> list[dict[str, str]]:
-    """The hashes of a component's archive: conda's own, or all that the lock accepts for a wheel."""
-    if one.kind == "conda":
-        known = [("SHA-256", one.record.get("sha256")), ("MD5", one.record.get("md5"))]
-        return [{"alg": name, "content": str(value)} for name, value in known if value][:1]
-    return [
-        {"alg": "SHA-256", "content": value}
-        for wheel in (locked.wheels if locked and one.kind == "wheel" else [])
-        if (canonical(wheel.name), wheel.version) == (one.name, one.version)
-        for value in wheel.hashes
-    ]
-
-
-def listed(one: Component, locked: Locked | None) -> dict[str, Any]:
-    """A component's entry."""
-    entry: dict[str, Any] = {"type": "application" if one.kind == "trainer" else "library"}
-    entry |= {"bom-ref": f"/{one.place}", "name": one.name, "version": one.version, "purl": purl(one)}
-    properties = [{"name": "trainer:record", "value": f"/{one.place}"}]
-    hashes = hashes_of(one, locked)
-    if len(hashes) == 1:
-        entry["hashes"] = hashes
+def listed(one: Found, locked: Locked | None) -> Component:
+    """A component's entry, with the hash of its archive: conda's own, or that of the lock."""
+    hashes = [str(one.record["sha256"])] if one.record.get("sha256") else []
+    if locked and one.kind == "wheel":
+        same = [w for w in locked.wheels if (canonical(w.name), w.version) == (one.name, one.version)]
+        hashes = [value for wheel in same for value in wheel.hashes]
     # The lock serves several platforms; which of its wheels was taken no RECORD tells.
-    properties += [
-        {"name": "trainer:sha256-one-of", "value": one["content"]} for one in hashes if len(hashes) > 1
-    ]
-    if one.record.get("license"):
-        entry["licenses"] = [{"license": {"name": str(one.record["license"])}}]
-    return {**entry, "properties": properties}
+    several = [Property(name="trainer:sha256-one-of", value=one) for one in hashes if len(hashes) > 1]
+    license = str(one.record.get("license", ""))
+    return Component(
+        name=one.name,
+        version=one.version,
+        type=ComponentType.APPLICATION if one.kind == "trainer" else ComponentType.LIBRARY,
+        bom_ref=f"/{one.place}",
+        purl=purl(one),
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=value) for value in hashes if not several],
+        licenses=[DisjunctiveLicense(name=license)] if license else [],
+        properties=[Property(name="trainer:record", value=f"/{one.place}"), *several],
+    )
 
 
-def container(name: str, image: Image, ref: str) -> dict[str, Any]:
+def container(name: str, image: Image, ref: str) -> Component:
     """The entry of an image: its manifest's digest, its labels, and what isn't quite as its wheel has it."""
-    entry: dict[str, Any] = {"type": "container", "bom-ref": ref, "name": name}
-    algorithm, _, value = image.digest.partition(":")
-    if algorithm == "sha256":
-        entry |= {"version": image.digest, "hashes": [{"alg": "SHA-256", "content": value}]}
     labels = image.config.get("config", {}).get("Labels") or {}
-    properties = [{"name": key, "value": str(labels[key])} for key in sorted(labels)]
-    less = sorted(pruned(image.files).stripped)
-    properties += [{"name": "trainer:without-symbols", "value": f"/{path}"} for path in less]
-    return {**entry, "properties": properties} if properties else entry
-
-
-def cyclonedx(
-    serial: uuid.UUID, whole: Mapping[str, Any], components: Sequence[Mapping[str, Any]], epoch: str | None
-) -> dict[str, Any]:
-    """A bill's document: `whole` is what consists of the components; the epoch gives its time, if any."""
-    metadata: dict[str, Any] = {"component": whole}
-    if epoch:
-        metadata["timestamp"] = f"{datetime.fromtimestamp(int(epoch), timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
-    return {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "serialNumber": f"urn:uuid:{serial}",
-        "version": 1,
-        "metadata": metadata,
-        "components": components,
-        "dependencies": [{"ref": whole["bom-ref"], "dependsOn": [one["bom-ref"] for one in components]}],
-    }
+    less = pruned(image.files).stripped
+    return Component(
+        name=name,
+        version=image.digest,
+        type=ComponentType.CONTAINER,
+        bom_ref=ref,
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=image.digest.partition(":")[2])],
+        properties=[
+            *(Property(name=key, value=str(value)) for key, value in labels.items()),
+            *(Property(name="trainer:without-symbols", value=f"/{path}") for path in less),
+        ],
+    )
 
 
 def bill(
     name: str,
     image: Image,
     bases: Mapping[str, Image],
-    packages: Sequence[Component],
+    packages: Sequence[Found],
     locked: Locked | None,
-    epoch: str | None,
-) -> dict[str, Any]:
-    """The bill of materials of an image; the same for the same image.
+) -> str:
+    """The bill of materials of an image; the same for the same image, of whose time it is.
 
     Args:
         name: The image's.
@@ -108,10 +82,15 @@ def bill(
         bases: What it is built from, by name.
         packages: What the walk found in it.
         locked: Where wheels' hashes come from.
-        epoch: SOURCE_DATE_EPOCH, which gives the time; without it there is none.
     """
-    contents = sorted((path, entry.kind, entry.digest) for path, entry in image.files.items())
-    serial = uuid.uuid5(uuid.NAMESPACE_URL, image.digest or repr(contents))
-    components = [container(base, of, f"base:{base}") for base, of in sorted(bases.items())]
+    whole = container(name, image, "image")
+    created = datetime.fromisoformat(str(image.config.get("created", "1970-01-01T00:00:00"))[:19])
+    components = [container(base, of, f"base:{base}") for base, of in bases.items()]
     components += [listed(one, locked) for one in packages]
-    return cyclonedx(serial, container(name, image, "image"), components, epoch)
+    made = Bom(
+        serial_number=uuid.uuid5(uuid.NAMESPACE_URL, image.digest),
+        metadata=BomMetaData(component=whole, timestamp=created.replace(tzinfo=timezone.utc)),
+        components=components,
+    )
+    made.register_dependency(whole, components)
+    return make_outputter(made, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)

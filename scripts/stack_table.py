@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conda_lock import read_toml
-from wheels import read_lock
+from locks import read_toml, read_wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "trainer/host/stacks.json"
@@ -19,7 +18,7 @@ def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:
     for folder in sorted(path.parent for path in stacks.glob("*/stack.toml")):
         stack, lock = read_toml(folder / "stack.toml"), (folder / "wheels.lock").read_bytes()
         wheels: dict[str, str] = {}
-        for wheel in read_lock(lock.decode()):
+        for wheel in read_wheels(lock.decode()):
             if "train" in wheel.groups:  # several versions where they depend on the Python
                 wheels[wheel.name] = " ".join([*wheels.get(wheel.name, "").split(), wheel.version])
         found[folder.name] = {

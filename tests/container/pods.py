@@ -7,26 +7,6 @@ from typing import Any
 from tests.container.run import engine, wait_for
 from tests.helpers import job_files
 
-# Ranks stand still after a step while /held/hold-STEP is there, and decide after every step.
-_HELD = """
-import os, time
-from pathlib import Path
-if "RANK" in os.environ:
-    from trainer.distributed import consensus
-    from trainer.launch.worker import requested
-    from trainer.train import loop
-    consensus._SECONDS_BETWEEN = 0.0
-    train_step = loop.train_step
-    def held(run, batches, step):
-        train_step(run, batches, step)
-        at = Path("/held", f"at-{step + 1}-{os.environ['RANK']}")
-        at.touch()
-        while Path("/held", f"hold-{step + 1}").exists() and requested() is None:
-            time.sleep(0.01)
-        at.unlink()
-    loop.train_step = held
-"""
-
 _SECONDS = 900.0  # each start imports torch six times
 
 
@@ -46,12 +26,9 @@ class Job:
         self.codes: list[list[int]] = [[] for _ in range(self._spec["completions"])]
         self._command, self._environment, self._mounts = job_files.read("kubernetes", text, folder)
         self._names: list[list[str]] = [[] for _ in self.codes]
-        self._held = folder / "held"
-        for shared in (self.runs, self._held):
-            shared.mkdir(parents=True)
-            os.chown(shared, 0, self._pod["securityContext"]["fsGroup"])
-            shared.chmod(0o2775)
-        (self._held / "sitecustomize.py").write_text(_HELD)
+        self.runs.mkdir(parents=True)
+        os.chown(self.runs, 0, self._pod["securityContext"]["fsGroup"])
+        self.runs.chmod(0o2775)
         engine("network", "create", self.name)
 
     def close(self) -> None:
@@ -89,7 +66,7 @@ class Job:
                 if volume["name"] == mount["name"] and volume.get("emptyDir") == {}
             ]
             binds = {where: claims[claim] for claim, where in (one.split(":") for one in self._mounts)}
-            binds |= {"/dev/termination-log": message, "/held": self._held}
+            binds |= {"/dev/termination-log": message}
             engine(
                 *("run", "--detach", "--name", name, "--hostname", f"{self.name}-{index}"),
                 # The headless Service's name of the pod.
@@ -106,7 +83,7 @@ class Job:
                 *(f"--tmpfs={where}:exec,mode=1777" for where in emptied),
                 *(f"--volume={source}:{where}" for where, source in binds.items()),
                 *(f"--env={key}={value}" for key, value in environment.items()),
-                *("--env=PYTHONPATH=/held", container["image"], *self._command),
+                *(container["image"], *self._command),
             )
             self._names[index].append(name)
 
@@ -139,21 +116,3 @@ class Job:
         for index in indexes:
             assert job_files.fate(rules, self.codes[index][-1]) in ("Ignore", "Count")
         self.start(*indexes)
-
-    def hold(self, *steps: int) -> None:
-        """Lets the ranks stand still after these steps."""
-        for step in steps:
-            (self._held / f"hold-{step}").touch()
-
-    def is_held(self, step: int, rank: int) -> bool:
-        """Whether a rank stands still there."""
-        return (self._held / f"at-{step}-{rank}").exists()
-
-    def until_held(self, step: int) -> None:
-        """Waits until all ranks stand still there."""
-        ranks = range(len(self._names))
-        wait_for(lambda: all(self.is_held(step, rank) for rank in ranks), f"step {step}", _SECONDS)
-
-    def go_on(self, step: int) -> None:
-        """Lets them go on."""
-        (self._held / f"hold-{step}").unlink()

@@ -5,15 +5,11 @@ conda package of the locks is a file of its name, served on this machine over ht
 environment is stood in for: no wheels, and a `trainer` that only counts steps.
 """
 
-import hashlib
-import io
 import json
 import re
 import shutil
 import subprocess
-import tarfile
 import threading
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,11 +17,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from conda_lock import read_toml
-from explicit_lock import Package, parse_lock
+from locks import digest_of, read_conda, read_toml
 
 from tests.container.run import engine
-from tests.container.stand_in_conda import raw_zstd
+from tests.helpers.conda_packages import pack
 from trainer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,51 +89,6 @@ sys.exit(75 if end == 15 else 0)
 """
 
 
-def pack(target: Path, package: Package, files: Mapping[str, bytes | str]) -> str:
-    """Makes a conda package under its name in a lock; returns its hash. Text is what a link points to.
-
-    Locks of several stacks have it in common: it is made once, because zip keeps the time.
-    """
-    if target.exists():
-        return hashlib.sha256(target.read_bytes()).hexdigest()
-    name, version, build = package.record.rsplit("-", 2)
-    paths = [
-        {"_path": path, "path_type": "softlink" if isinstance(data, str) else "hardlink",
-         "sha256": hashlib.sha256(b"" if isinstance(data, str) else data).hexdigest()}
-        for path, data in files.items()
-    ]  # fmt: skip
-    index = {"name": name, "version": version, "build": build, "build_number": 0, "depends": []}
-    about: dict[str, bytes | str] = {
-        "info/index.json": json.dumps(index).encode(),
-        "info/paths.json": json.dumps({"paths": paths, "paths_version": 1}).encode(),
-        "info/files": "".join(f"{path}\n" for path in files).encode(),
-    }
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == ".conda":
-        with zipfile.ZipFile(target, "w") as parts:
-            parts.writestr("metadata.json", '{"conda_pkg_format_version": 2}')
-            for part, inside in (("pkg", files), ("info", about)):
-                parts.writestr(f"{part}-{package.record}.tar.zst", raw_zstd(tarred(inside, "w")))
-    else:
-        target.write_bytes(tarred({**about, **files}, "w:bz2"))
-    return hashlib.sha256(target.read_bytes()).hexdigest()
-
-
-def tarred(files: Mapping[str, bytes | str], mode: Any) -> bytes:
-    """A tar of files and links."""
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode=mode) as tar:
-        for path, data in files.items():
-            member = tarfile.TarInfo(path)
-            if isinstance(data, str):
-                member.type, member.linkname = tarfile.SYMTYPE, data
-                tar.addfile(member)
-            else:
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return sink.getvalue()
-
-
 def python_files(version: str) -> dict[str, bytes | str]:
     """An environment of the base's own Python, as the package python brings it."""
     configuration = f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {version}\n"
@@ -153,11 +103,13 @@ def small_locks(project: Path, channel: Path, address: str) -> None:
         shutil.copytree(ROOT / "stacks" / original, folder)
         for lock in folder.glob("conda*.lock"):
             lines = []
-            for one in parse_lock(lock.read_text()):
+            for one in read_conda(lock.read_text()):
                 files: dict[str, bytes | str] = {f"share/small/{one.name}": one.record.encode()}
                 if one.name == "python":
                     files |= python_files("3.11")
-                lines.append(f"{address}/{one.path}#{pack(channel / one.path, one, files)}")
+                made = channel / one.path  # locks of several stacks have it in common: zip keeps the time
+                digest = digest_of(made) if made.exists() else pack(made, files)
+                lines.append(f"{address}/{one.path}#{digest}")
             lock.write_text("\n".join(["@EXPLICIT", *lines, ""]))
 
 
@@ -188,7 +140,7 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
         (folder / name).write_text(text.replace(f'"{COPIES[STACKS[0]]}"', f'"{STACKS[0]}"'))
     head = (ROOT / "Dockerfile").read_text().partition("# PyTorch and what the trainer needs")[0]
     head = head.replace(
-        '/opt/conda/bin/python -B /tools/wheels.py "/stacks/$STACK/wheels.lock" /tools', "true"
+        '/opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools', "true"
     )
     for name, digest in digests.items():
         head = re.sub(rf"(?<= {re.escape(name)}@)sha256:\w+", digest, head)

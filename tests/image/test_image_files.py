@@ -21,14 +21,12 @@ from typing import Any
 
 import image_files
 import pytest
-from explicit_lock import Package
 from image_files import Made, Report, account, keep, main
 from image_hazards import Finding
 from image_records import license_of
-from image_tar import MAGICS, Image, ImageError, read_image, read_layout, source_hashes
-from locked import Locked
+from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
+from locks import Locked, Package, Wheel
 from sbom import bill
-from wheels import Wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "opt/env/lib/python3.12/site-packages"
@@ -45,7 +43,7 @@ Node = bytes | str | None | tuple[bytes | None, int]  # a file, a link, a folder
 Tree = dict[str, Node]
 
 
-def tarred(tree: Tree, hard: dict[str, str] | None = None) -> bytes:
+def tarred(tree: Tree) -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w") as tar:
         for path, node in tree.items():
@@ -58,14 +56,12 @@ def tarred(tree: Tree, hard: dict[str, str] | None = None) -> bytes:
             else:
                 member.size = len(data)
             tar.addfile(member, io.BytesIO(data) if isinstance(data, bytes) else None)
-        for path, first in (hard or {}).items():
-            member = tarfile.TarInfo(path)
-            member.type, member.linkname = tarfile.LNKTYPE, f"./{first}"
-            tar.addfile(member)
     return sink.getvalue()
 
 
-def archived(*layers: Tree, config: dict[str, Any] | None = None, squeeze: bool = False) -> bytes:
+def archived(
+    *layers: Tree, config: dict[str, Any] | None = None, squeeze: bool = False, **more: str
+) -> bytes:
     """An image as `docker save` writes it, with an attestation, which is no layer."""
     blobs: Tree = {}
 
@@ -75,7 +71,7 @@ def archived(*layers: Tree, config: dict[str, Any] | None = None, squeeze: bool 
         return {"digest": f"sha256:{digest}", "size": len(data)}
 
     made = [put(gzip.compress(tarred(layer)) if squeeze else tarred(layer)) for layer in layers]
-    manifest = {"config": put(json.dumps({"config": config or {}}).encode()), "layers": made}
+    manifest = {"config": put(json.dumps({"config": config or {}, **more}).encode()), "layers": made}
     unknown = {**put(b'{"layers": []}'), "platform": {"os": "unknown"}}
     top = put(json.dumps(manifest).encode())
     inner = put(json.dumps({"manifests": [unknown, top]}).encode())
@@ -124,9 +120,7 @@ BASE: Tree = {
 }
 LOCKED = Locked(
     [
-        Package(
-            "tool", "https://conda.anaconda.org/conda-forge/linux-64/tool-1.0-h1_0.conda", "sha256", "a" * 64
-        ),
+        Package("tool", "https://conda.anaconda.org/conda-forge/linux-64/tool-1.0-h1_0.conda", "a" * 64),
     ],
     [Wheel("lib-x", "2.0", "", ["train"], f"lib-x==2.0 --hash=sha256:{'b' * 64} --hash=sha256:{'c' * 64}")],
 )
@@ -213,11 +207,11 @@ def read(data: bytes) -> Image:
     return read_image(io.BytesIO(data), keep)
 
 
-def report(tree: Tree, folder: Path, base: Tree = BASE, **more: Any) -> Report:
+def report(tree: Tree, folder: Path, base: Tree = BASE) -> Report:
     """Walks over a tree; the entrypoint is compared with one in the folder."""
     (folder / "scripts").mkdir(exist_ok=True)
     (folder / "scripts" / "entrypoint").write_bytes(ENTRYPOINT)
-    return account(read(tarred(tree, **more)), [read(tarred(base))], root=folder, locked=LOCKED)
+    return account(read(archived(tree)), [read(archived(base))], root=folder, locked=LOCKED)
 
 
 def found(report: Report) -> list[tuple[str, str]]:
@@ -265,12 +259,10 @@ FAULTS: dict[str, tuple[Tree, tuple[str, str]]] = {
     "changed, conda": ({"opt/env/lib/libtool.so.1": b"evil"}, ("changed", "opt/env/lib/libtool.so.1")),
     "before the prefix": ({"opt/env/bin/tool": b"#!/placeholder/bin/sh"}, ("changed", "opt/env/bin/tool")),
     "changed, wheel": ({f"{SITE}/lib_x/one.so": b"evil"}, ("changed", f"{SITE}/lib_x/one.so")),
-    "changed, trainer": ({"opt/trainer/bin/trainer": b"evil"}, ("changed", "opt/trainer/bin/trainer")),
     "changed, base": ({"usr/bin/sh": b"evil"}, ("changed", "usr/bin/sh")),
     "link elsewhere": ({"opt/env/lib/libtool.so": "../bin/x"}, ("changed", "opt/env/lib/libtool.so")),
     "file for a link": ({"opt/env/lib/libtool.so": b"\x7fELF tool"}, ("changed", "opt/env/lib/libtool.so")),
     "other entrypoint": ({"opt/image/entrypoint": b"evil"}, ("changed", "opt/image/entrypoint")),
-    "other pth": ({f"{SITE}/trainer.pth": b"import evil\n"}, ("changed", f"{SITE}/trainer.pth")),
     "history": ({"opt/env/conda-meta/history": b"==> today\n"}, ("changed", "opt/env/conda-meta/history")),
     "another user": ({"etc/passwd": PASSWD + LINE + b"evil:x:0:0::/:/bin/sh\n"}, ("changed", "etc/passwd")),
     "setuid": ({"usr/bin/su": (b"su", 0o4755)}, ("setuid", "usr/bin/su")),
@@ -278,20 +270,15 @@ FAULTS: dict[str, tuple[Tree, tuple[str, str]]] = {
     "sudo": ({"usr/bin/sudo": (b"sudo", 0o755)}, ("sudo", "usr/bin/sudo")),
     "key": ({"opt/image/key.txt": b"\n" + KEY}, ("key", "opt/image/key.txt")),
     "key in a text": ({"opt/image/k.json": json.dumps(KEY.decode()).encode()}, ("key", "opt/image/k.json")),
-    "host key": ({"etc/ssh/ssh_host_rsa_key": b"1"}, ("key", "etc/ssh/ssh_host_rsa_key")),
     "token": ({"opt/image/notes": f"url {TOKEN}\n".encode()}, ("token", "opt/image/notes")),
-    "credentials": ({"root/.netrc": b"machine x"}, ("token", "root/.netrc")),
     "shell history": ({"root/.bash_history": b"ls"}, ("history", "root/.bash_history")),
     "git": ({"workspace/.git/HEAD": b"1", "workspace/.git/config": b"2"}, ("git", "workspace/.git")),
-    "env": ({"workspace/.env": b"A=1"}, ("env", "workspace/.env")),
     "pip cache": ({"root/.cache/pip/http/a": b"1"}, ("cache", "root/.cache")),
-    "apt lists": ({"var/lib/apt/lists/a": b"1"}, ("cache", "var/lib/apt/lists")),
     "second cuDNN": ({"opt/env/lib/libcudnn.so.8.9": b"8"}, ("library", f"{SITE}/lib_x/libcudnn.so.9")),
     "renamed cuDNN": (
         {"opt/libs/libcudnn-1a2b3c4d.so.9": b"9"},
         ("library", "opt/libs/libcudnn-1a2b3c4d.so.9"),
     ),
-    "source changed": ({f"{SITE}/lib_x/__init__.py": b"x = 2\n"}, ("changed", f"{SITE}/lib_x/__init__.py")),
 }
 
 
@@ -370,7 +357,7 @@ def test_the_hash_in_bytecode_is_the_same_on_every_python() -> None:
 
 def test_a_package_that_is_not_locked_is_found(tmp_path: Path) -> None:
     tree = clean(tmp_path)
-    image, base = read(tarred(tree)), read(tarred(BASE))
+    image, base = read(archived(tree)), read(archived(BASE))
     others = Locked([LOCKED.conda[0]._replace(digest="f" * 64)], [LOCKED.wheels[0]._replace(version="2.1")])
     made = [Made("etc/*"), Made("opt/image/*"), Made(f"{SITE}/trainer.pth"), Made("opt/*/conda-meta/history")]
     assert found(account(image, [base], made, tmp_path, others)) == [
@@ -416,52 +403,26 @@ def test_layers_are_merged_and_hide_no_secret(tmp_path: Path) -> None:
     assert walk(own, config=config) == [("token", "ENV"), ("token", "configuration")]
 
 
-def test_a_folder_is_read_as_its_archive(tmp_path: Path) -> None:
-    """Among the blobs of another image, as in an engine's store."""
-    data = archived(BASE, clean(tmp_path))
-    other = archived(BASE, {"etc/other": b"1"})
-    folder = tmp_path / "layout"
-    for one in (other, data):
-        with tarfile.open(fileobj=io.BytesIO(one)) as tar:
-            tar.extractall(folder, filter="data")
-    assert read_layout(folder, keep) == read(data)
-    layer = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
-    layer.write_bytes(layer.read_bytes()[:1026])  # in the content
-    with pytest.raises(ImageError, match=layer.name):
-        read_layout(folder, keep)
-
-
 def test_the_bill_of_materials_is_the_same_each_time(tmp_path: Path) -> None:
     labels = {"org.opencontainers.image.revision": "abc"}
     base, texts = read(archived(BASE)), list[str]()
     for _ in range(2):
-        image = read(archived(clean(tmp_path), config={"Labels": labels}))
+        image = read(archived(clean(tmp_path), config={"Labels": labels}, created="2023-11-14T22:13:20.5Z"))
         seen = account(image, [base], root=tmp_path)
-        made = bill("trainer:x", image, {"debian": base}, seen.components, LOCKED, "1700000000")
-        texts.append(json.dumps(made))
+        texts.append(bill("trainer:x", image, {"debian": base}, seen.components, LOCKED))
     text, again = texts
     assert text == again
     found = json.loads(text)
-    assert found["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
+    assert found["metadata"]["timestamp"].startswith("2023-11-14T22:13:20")
     assert found["metadata"]["component"]["version"] == image.digest
-    debian, tool, lib, trainer = found["components"]
-    assert debian["version"] == base.digest
+    held = {one["name"]: one for one in found["components"]}
+    assert held["debian"]["version"] == base.digest
+    tool, lib = held["tool"], held["lib-x"]
     assert tool["purl"] == "pkg:conda/tool@1.0?build=h1_0&channel=conda-forge&subdir=linux-64&type=conda"
     assert tool["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
     assert lib["purl"] == "pkg:pypi/lib-x@2.0" and lib["licenses"] == [{"license": {"name": "MIT"}}]
-    assert [one["value"] for one in lib["properties"]][1:] == ["b" * 64, "c" * 64]
-    assert trainer["purl"] == "pkg:generic/reproducible-trainer@0.1.0"
-
-
-@pytest.mark.slow  # the validator builds parsers for ten seconds
-def test_the_bill_of_materials_is_valid(tmp_path: Path) -> None:
-    from cyclonedx.schema import SchemaVersion
-    from cyclonedx.validation.json import JsonStrictValidator
-
-    image, base = read(archived(clean(tmp_path))), read(archived(BASE))
-    seen = account(image, [base], root=tmp_path)
-    text = json.dumps(bill("trainer:x", image, {"debian": base}, seen.components, LOCKED, "1700000000"))
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    assert {"b" * 64, "c" * 64} <= {one["value"] for one in lib["properties"]}
+    assert held["reproducible-trainer"]["purl"] == "pkg:generic/reproducible-trainer@0.1.0"
 
 
 Run = Callable[..., tuple[int, str]]
@@ -502,11 +463,10 @@ def test_the_program(run: Run, tmp_path: Path) -> None:
 
 
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
-    whole = tarred(BASE)
-    header = max(at for at in range(0, len(whole), 512) if whole[at + 257 : at + 262] == b"ustar")
-    (tmp_path / "header.tar").write_bytes(whole[: header + 100])  # tarfile alone takes that for the end
-    (tmp_path / "record.tar").write_bytes(tarred({**BASE, "opt/env/conda-meta/x.json": b"{}"}))
-    for image, named in {"header.tar": "header", "unknown": "unknown", "record.tar": "x.json"}.items():
+    whole = archived(BASE)
+    (tmp_path / "short.tar").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "record.tar").write_bytes(archived({**BASE, "opt/env/conda-meta/x.json": b"{}"}))
+    for image, named in {"short.tar": "short", "unknown": "unknown", "record.tar": "x.json"}.items():
         code, out = run(image, "--base", "base.tar")
         assert (code, out.count("\n")) == (2, 1) and named in out, out
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from bootstrap import NEWEST, OLDEST, PLATFORMS
-from conda_lock import read_toml
-from lock import shorten, wanted
+from lock import wanted
+from locks import Wheel, read_toml, read_wheels
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from wheels import Wheel, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = read_toml(ROOT / "pyproject.toml")
@@ -63,7 +62,7 @@ def lock(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(lock: Path) -> list[Wheel]:
-    return read_lock(lock.read_text())
+    return read_wheels(lock.read_text())
 
 
 def test_every_requirement_is_pinned_and_hashed(wheels: list[Wheel]) -> None:
@@ -142,25 +141,3 @@ def test_the_project_and_bootstrap_name_the_same_platforms() -> None:
         for python in [*PYTHONS, f"3.{NEWEST[1] + 1}"]:
             covered = any(marker.evaluate(environment(python, platform)) for marker in markers)
             assert covered == (platform in PLATFORMS and python in PYTHONS)
-
-
-@pytest.mark.parametrize(
-    ("marker", "short"),
-    [
-        ("(p < '3.14' and s == 'a') or (p < '3.14' and s == 'b')", ""),
-        ("(p < '3.11' and s == 'a') or (p < '3.11' and s == 'b')", "p < '3.11'"),
-        ("(p < '3.11' and s == 'a') or (p >= '3.11' and p < '3.14' and s == 'b')", None),
-    ],
-)
-def test_shortened_markers_say_the_same(marker: str, short: str | None) -> None:
-    def real(text: str) -> str:
-        return text.replace("p ", "python_version ").replace("s ", "sys_platform ")
-
-    environments = ["s == 'a' and p < '3.14'", "s == 'b' and p < '3.14'"]
-    result = shorten(real(marker), [real(text) for text in environments])
-    assert short is None or result == real(short)
-    for python in PYTHONS:
-        for system in ("a", "b"):
-            where = {"python_version": python, "sys_platform": system}
-            long = not marker or Marker(real(marker)).evaluate(where)
-            assert (not result or Marker(result).evaluate(where)) == long

@@ -17,7 +17,6 @@ import pytest
 from packages_on_top import constraints, folder_of, pip_settings, search_path
 
 from tests.helpers.packages import wheel
-from tests.helpers.refusals import named
 
 ROOT = Path(__file__).resolve().parents[2]
 _DEBIANS = Path("/usr/share/python-wheels")  # of python3-pip-whl
@@ -50,7 +49,7 @@ class Image:
 
 
 def on_top_program(folder: Path, python: Path) -> Path:
-    """The image's /opt/image/on-top, for another Python."""
+    """The image's /opt/image/on_top.py, for another Python."""
     program = folder / "on_top"
     program.write_text(f"#!{python} -I\n" + (ROOT / "scripts/on_top.py").read_text().partition("\n")[2])
     program.chmod(0o755)
@@ -169,34 +168,3 @@ def test_a_python_that_lies_on_top_is_never_run(image: Image) -> None:
     (image.top / "pyvenv.cfg").write_text("home = /nowhere\n")
     image.pip("install", "extra")
     assert (image.top / "bin/python").resolve() == image.python.resolve()
-
-
-def test_uv_replaces_its_own_and_tells_of_a_package_that_asks_for_more_than_the_image_has(
-    image: Image, tmp_path: Path
-) -> None:
-    """With the real uv: what it leaves out, it doesn't compare with what is there."""
-    uv = Path(sys.executable).with_name("uv")
-    if not uv.is_file():
-        pytest.skip("no uv beside this Python")
-    text = (ROOT / "scripts/uv").read_text().replace("/opt/image/on-top", str(image.top.parent / "on_top"))
-    text = text.replace("/opt/env/bin/python", str(image.python))
-    program = tmp_path / "program"
-    program.write_text(text.replace("/opt/image/constraints.txt", str(image.top.parent / "constraints.txt")))
-    program.chmod(0o755)
-    environment = {**image.environment, "PATH": f"{uv.parent}:/usr/bin:/bin"}
-
-    def run(command: str, *words: str) -> subprocess.CompletedProcess[str]:
-        line = [str(program), "pip", command, *words]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-
-    def install(name: str) -> subprocess.CompletedProcess[str]:
-        return run("install", "--no-index", "--find-links", str(image.top.parent / "wheels"), name)
-
-    done = install("extra==1.0")
-    assert done.returncode == 0 and versions(image, "extra") == ["1.0", "1.0"], done.stderr
-    assert run("uninstall", "extra", "pinned").returncode == 0
-    assert versions(image, "extra") == ["none"] and versions(image, "pinned") == ["1.0", "1.0"]
-    assert install("pinned==2.0").returncode == 1 and not list(image.top.rglob("*.py"))
-    done = install("newer")
-    assert done.returncode == 1 and [path.name for path in image.top.rglob("*.py")] == ["newer.py"]
-    assert named(done.stderr, "newer pinned>=2")

@@ -1,230 +1,245 @@
-"""P2, one command: container or .venv is chosen by what is there, and whatever is missing gets one line."""
+"""P2, one command: `make up`, `make down` and make itself start what was asked, or say in a line why not."""
 
-import os
+import ast
+import contextlib
+import re
+import shutil
 import socket
-from dataclasses import replace
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from container_words import docker_words, gpu_words
-from engine_checks import check_driver, check_ports, check_stack
-from runtime import Facts, decide, outside
 
 from tests.helpers.engine_box import LISTED, Machine
-from tests.helpers.refusals import refused
-from trainer.errors import BadInputError
-from trainer.host.gpus import Gpu, gpu_of_rank, visible_gpus
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-GPUS = [Gpu(str(n), "NVIDIA H100", f"GPU-{n}{n}-a") for n in range(4)]
-TWO = frozenset({"GPU-0", "GPU-1"})
-
-# The choice.
-
-READY = Facts(gpus=TWO, seen=TWO)
-CHOICES: list[tuple[Facts, bool | None, str]] = [
-    (Facts(), True, "trainer:x-train is here"),
-    (READY, True, "it sees every GPU (2)"),
-    (replace(READY, runtime="local"), False, "RUNTIME=local"),
-    (replace(READY, present=False), False, "no image trainer:x-train; make image STACK=x builds it"),
-    (replace(READY, engine="no engine here"), False, "no engine here"),
-    (replace(READY, seen=frozenset({"GPU-1"})), False, "a container sees 1 of 2 GPUs"),
-    (replace(READY, outside="/data"), False, "/data is outside this folder"),
-    (replace(READY, runtime="container", present=False), None, "RUNTIME=container: no image"),
-    (replace(READY, present=False, conda="c"), None, "conda env create -f stacks/c/environment.yml"),
-]
+MAKE = shutil.which("make")
 
 
-@pytest.mark.parametrize(("facts", "container", "why"), CHOICES)
-def test_the_choice(facts: Facts, container: bool | None, why: str) -> None:
-    if container is None:
-        with pytest.raises(BadInputError) as error:
-            decide(facts)
-        assert why in str(error.value)
-    else:
-        chosen, said = decide(facts)
-        assert chosen is container
-        assert why in said
+@pytest.fixture
+def ports(machine: Machine) -> dict[str, str]:
+    """Ports that are free; the machine's variables name them."""
+    port = free_port()  # the first of four
+    free = {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
+    machine.env |= free
+    return free
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
+    port = machine.env["JUPYTER_PORT"]
+    said = f"  http://127.0.0.1:{port}/lab?token=abc\n      http://127.0.0.1:8888/lab?token=abc\n"
+    machine.engine(**{"compose logs": (0, said, "")})
+    out, _ = machine.run("up")
+    assert "without scripts/compose/gpu.yml" in out
+    started = "compose -f docker-compose.yml up --detach --wait --no-build"
+    assert started.split() in machine.asked()
+    assert f"JupyterLab   http://127.0.0.1:{port}/lab?token=abc\n" in out
+    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+    out, _ = machine.run("up")
+    assert "with scripts/compose/gpu.yml: containers see 2 x NVIDIA" in out
+    files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
+    assert ["compose", *files, "up"] in [words[:6] for words in machine.asked()]
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
+    machine.env["STACK"] = "torch2.6-cu124"
+    machine.engine(image_inspect=(1, "", ""))
+    out, _ = machine.run("up")
+    for target in ("dev", "train"):
+        assert f"image.py build --stack torch2.6-cu124 --target {target}" in out
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> None:
+    """.env may name it. What is given reaches Compose by its variables."""
+    machine.engine()
+    docker, seen = machine.tools / "docker", machine.tools / "variables"
+    docker.write_text(docker.read_text().replace("\ncase ", f"\n/usr/bin/env >{seen}\ncase ", 1))
+    for words, stack in (([], []), (["--stack", "torch2.6-cu124"], ["STACK=torch2.6-cu124"])):
+        machine.run("up", *words, "--image", "there/x:1")
+        given = seen.read_text().splitlines()
+        assert "TRAINER_DEV_IMAGE=there/x:1" in given
+        assert [line for line in given if line.startswith("STACK=")] == stack
+
+
+PROJECT = "trainer-[0-9a-f]{10}"
+
+
+def project_of(machine: Machine) -> str:
+    """The last name that .env gives to the Compose project."""
+    found = re.findall(r"(?m)^COMPOSE_PROJECT_NAME=(.*)$", (machine.root / ".env").read_text())
+    return str(found[-1])
+
+
+@pytest.mark.usefixtures("ports")
+@pytest.mark.parametrize("before", ["", "A=1\n\n# COMPOSE_PROJECT_NAME=x\n"])
+def test_up_names_the_compose_project_once(machine: Machine, before: str) -> None:
+    machine.engine()
+    if before:
+        (machine.root / ".env").write_text(before)
+    machine.run("up")
+    written = (machine.root / ".env").read_text()
+    assert written.startswith(before) and re.fullmatch(PROJECT, project_of(machine))
+    machine.run("up")
+    assert (machine.root / ".env").read_text() == written
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_leaves_a_chosen_project_name(machine: Machine) -> None:
+    machine.engine()
+    text = " export COMPOSE_PROJECT_NAME = 'mine' # ours\nA=1\n"
+    (machine.root / ".env").write_text(text)
+    machine.run("up")
+    assert (machine.root / ".env").read_text() == text
+    (machine.root / ".env").unlink()
+    machine.run("up", COMPOSE_PROJECT_NAME="mine")
+    assert not (machine.root / ".env").exists()
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_keeps_the_project_that_runs_and_writes_through_no_link(machine: Machine) -> None:
+    """With another name it would start a second JupyterLab; a linked .env belongs to other checkouts, too."""
+    machine.engine(**{"ps --filter": (0, "trainer-older\ntrainer-older\n", "")})
+    out, _ = machine.run("up")
+    assert "trainer-older" in out and not (machine.root / ".env").exists()
+    machine.engine()
+    shared = machine.tools / "shared.env"
+    shared.write_text("A=1\n")
+    (machine.root / ".env").symlink_to(shared)
+    out, _ = machine.run("up")
+    assert "COMPOSE_PROJECT_NAME" in out and shared.read_text() == "A=1\n"
+
+
+def test_up_and_a_port_that_is_taken(machine: Machine, ports: dict[str, str]) -> None:
+    machine.engine()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(ports["JUPYTER_PORT"])))
+        taken.listen()
+        assert f"port {ports['JUPYTER_PORT']} of 127.0.0.1 is taken" in machine.refused("up")
+        machine.engine(**{"compose -f docker-compose.yml ps": (0, "jupyter\n", "")})
+        out, _ = machine.run("up")  # taken by itself
+        assert "what runs already stays as it is (jupyter)" in out
+        assert ["--no-recreate"] in [words[-1:] for words in machine.asked()]
+
+
+@pytest.mark.usefixtures("ports")
+@pytest.mark.parametrize("name", ["COMPOSE_ENV_FILES"])
+def test_up_writes_no_env_that_compose_does_not_read(machine: Machine, name: str) -> None:
+    machine.engine()
+    machine.env[name] = "1"
+    out, _ = machine.run("up")
+    assert name in out and "COMPOSE_PROJECT_NAME=trainer-" in out
+    assert not (machine.root / ".env").exists()
+
+
+NEEDS_MAKE = pytest.mark.skipif(MAKE is None, reason="no make here")
+
+
+def make(
+    machine: Machine, *words: str, code: int = 0, env: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    assert MAKE
+    shutil.copy(ROOT / "Makefile", machine.root)
+    for name in ("awk", "grep"):
+        with contextlib.suppress(FileExistsError):
+            (machine.tools / name).symlink_to(str(shutil.which(name)))
+    more = {**machine.env, **(env or {})}
+    done = subprocess.run(
+        [MAKE, *words], cwd=machine.root, env=more, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@NEEDS_MAKE
+def test_make_passes_everything_on(machine: Machine) -> None:
+    machine.engine()
+    (machine.tools / "python3").symlink_to(sys.executable)
+    given = ("RECIPE=gpt-char", "GPUS=0,1", "OUT=my runs/a", "RESUME=1", "ARGS=--set 'a=[1, 2]'")
+    out, _ = make(machine, "train", *given, "STACK=x", code=2)  # as the stand-in's code isn't 0
+    assert "bootstrap.py --stack x --venv .venv --groups train\n" in out
+    assert "in .venv: train gpt-char --gpus 0,1 --out my runs/a --resume auto --set a=[1, 2]\n" in out
+    for word in ("RUNTIME=container", "DATA=/data", "IMAGE=there/x:1"):  # not passed over
+        assert "docker compose run" in make(machine, "train", word, code=2)[1]
+    make(machine, "shell", "IMAGE=there/x:1", "ARGS=id")
+    assert machine.asked()[-1][-2:] == ["jupyter", "id"]
+
+
+@NEEDS_MAKE
+def test_make_reads_no_env(machine: Machine) -> None:
+    """Its command line, then its environment, where an empty value is none, as in Compose's file."""
+
+    def stack(*words: str, **env: str) -> tuple[str, bool]:
+        out, err = make(machine, "help", "image", "--dry-run", *words, env=env)
+        return re.findall(r"image.py build --stack (\S+)", out)[0], ".env: make takes STACK" in err
+
+    assert stack() == ("torch2.9-cu128", False)
+    (machine.root / ".env").write_text("STACK=torch2.6-cu124\n")
+    assert stack() == stack(STACK="") == stack("STACK=", STACK="") == ("torch2.9-cu128", True)
+    assert stack(STACK="torch2.14-cu130") == ("torch2.14-cu130", False)
+    assert stack("STACK=torch2.6-cu124", STACK="torch2.14-cu130") == ("torch2.6-cu124", False)
+
+
+def test_a_shell_is_composes_with_the_gpus_and_data(machine: Machine, tmp_path: Path) -> None:
+    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+    machine.run("shell", "--data", str(tmp_path), "--", "python", "-V")
+    files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
+    mount = ["--volume", f"{tmp_path}:{tmp_path}:ro"]
+    assert machine.asked()[-1] == ["compose", *files, "run", "--rm", *mount, "jupyter", "python", "-V"]
+    assert "/nope" in machine.refused("shell", "--data", "/nope")
 
 
 @pytest.mark.parametrize(
-    ("variable", "visible"),
-    [("", []), ("2", ["2"]), ("1,4,2", ["1"]), ("GPU-22", ["GPU-22-a"]), ("MIG-1/2", ["MIG-1/2"])],
-)
-def test_what_the_variable_leaves(variable: str | None, visible: list[str]) -> None:
-    assert visible_gpus([gpu.uuid for gpu in GPUS], variable)[0] == visible
-    assert visible_gpus([], variable)[0] == []
-
-
-def test_what_the_engine_is_told() -> None:
-    assert gpu_words(GPUS, ["0", "1", "2", "3"], "") == ["--gpus", "all"]
-    assert gpu_words(GPUS, ["0", "2"], "") == ["--gpus", '"device=0,2"']
-    assert gpu_words(GPUS, [], "") == []
-    mixed = [*GPUS[:3], Gpu("3", "NVIDIA T4", "GPU-t")]
-    everything = ["--gpus", "all", "--env", "CUDA_VISIBLE_DEVICES=3"]
-    assert gpu_words(mixed, ["3"], "") == everything
-    assert gpu_words(mixed, ["3"], "PCI_BUS_ID") == ["--gpus", '"device=3"']
-    assert gpu_words(mixed, ["GPU-t"], "") == ["--gpus", '"device=GPU-t"']
-
-
-def test_paths_that_a_container_does_not_see(tmp_path: Path) -> None:
-    assert outside(["digits", "--set", f"data.path={tmp_path}"], "") == str(tmp_path)
-    assert outside(["digits", "--set", f"data.path={tmp_path}/a"], str(tmp_path)) == ""
-    assert outside(["digits", "--out", f"{ROOT}/runs/a", "--set", "optim.lr=0.1"], "") == ""
-    assert outside(["../x.yaml"], "") == "../x.yaml"
-    assert outside(["digits", "--out", "/not/there/yet"], "") == "/not/there/yet"
-    assert outside(["digits", "--out=/not/there/yet"], "/not") == ""
-    assert outside(["digits", "--set", "x=/not/there/yet"], "") == ""
-
-
-# `make train`.
-
-
-def test_in_the_container(machine: Machine) -> None:
-    machine.engine()
-    out, err = machine.run("train", "--", "digits", "--set", "optim.lr=0.1")
-    assert err == ""
-    first, command, last = out.splitlines()
-    assert first == "runtime: container: trainer:torch2.9-cu128-train is here"
-    assert last == "trained"
-    words = machine.asked()[-1]
-    assert words[-4:] == ["train", "digits", "--set", "optim.lr=0.1"]
-    assert words[-6] == "trainer:torch2.9-cu128-train"
-    assert command.startswith("docker run --user ")
-    assert f"type=bind,source={machine.root},target=/workspace" in words
-    assert "--rm" in words
-    assert "no-new-privileges" in words
-    assert words[words.index("--cap-drop") + 1] == "ALL"
-    assert "--gpus" not in words
-    user = words[words.index("--user") + 1]
-    assert user == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "0:0")
-
-
-def test_whose_files_they_are(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.engine(info=(0, '["name=seccomp,profile=builtin","name=rootless"]', ""))
-    machine.run("train", "--", "digits")
-    words = machine.asked()[-1]
-    assert words[words.index("--user") + 1] == "0:0"
-    assert words[words.index("TRAINER_IMAGE_DIGEST=sha256:11aa") - 1] == "--env"
-
-    def user(caller: int, rootless: bool) -> tuple[str, bool]:
-        monkeypatch.setattr(os, "getuid", lambda: caller)
-        monkeypatch.setattr(os, "getgid", lambda: 50)
-        words = docker_words("image", [], rootless=rootless)
-        return words[words.index("--user") + 1], "--cap-add=SETUID" in words
-
-    assert user(1000, rootless=False) == ("1000:50", False)
-    assert user(1000, rootless=True) == ("0:0", True)  # the container's root is the caller
-    assert user(0, rootless=False) == ("0:0", True)  # the entrypoint becomes the checkout's owner
-
-
-def test_a_users_groups_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By them a lab's share can be read; a rootless engine, and the owner whom root becomes, have others."""
-    monkeypatch.setattr(os, "getgid", lambda: 50)
-    monkeypatch.setattr(os, "getgroups", lambda: [50, 7000, 0, 5000])
-
-    def groups(caller: int, rootless: bool) -> list[str]:
-        monkeypatch.setattr(os, "getuid", lambda: caller)
-        return [word for word in docker_words("image", [], rootless=rootless) if "group-add" in word]
-
-    assert groups(1000, rootless=False) == ["--group-add=5000", "--group-add=7000"]
-    assert groups(1000, rootless=True) == groups(0, rootless=False) == []
-
-
-def test_in_venv_as_no_image_is_built_or_pulled_unasked(machine: Machine) -> None:
-    machine.engine(image_inspect=(1, "", "No such image"))
-    out, _ = machine.run("train", "--gpus", "", "--", "digits", "--set", "a=1", code=75)
-    assert out.startswith("runtime: .venv: ") and out.splitlines()[1:] == [
-        "bootstrap.py --stack torch2.9-cu128 --venv .venv --groups train",
-        ".venv/bin/trainer train digits --set a=1",
-        "in .venv: train digits --set a=1",
-    ]
-    assert {words[0] for words in machine.asked()} == {"version", "image"}
-
-
-def test_a_given_image_is_pulled(machine: Machine) -> None:
-    machine.engine(image_inspect=(1, "", "No such image"), pull=(0, "", ""))
-    out, _ = machine.run("train", "--image", "there/trainer:1", "--", "digits")
-    assert "docker pull there/trainer:1\n" in out
-    assert "there/trainer:1" in machine.asked()[-1]
-
-
-def test_a_container_that_sees_fewer_gpus_is_not_taken(machine: Machine) -> None:
-    machine.gpus()
-    machine.engine()
-    out, _ = machine.run("train", "--", "digits", code=75)
-    assert ".venv: a container sees 0 of 2 GPUs" in out
-    line = machine.refused("train", "--runtime", "container", "--", "digits")
-    assert "RUNTIME=container: a container sees 0 of 2 GPUs" in line
-
-
-@pytest.mark.parametrize(
-    ("gpus", "variable", "given"),
+    ("answers", "said"),
     [
-        ("", None, "all"),
-        ("1", None, '"device=0"'),
-        ("1,0", None, '"device=1,0"'),
-        ("1", "1", '"device=1"'),
-        ("", "", None),
+        ({"version": (1, "", "\nCannot connect to the Docker daemon.")}, "Docker daemon"),
+        ({"compose version": (1, "", "")}, "docker-compose"),
     ],
 )
-def test_gpus_in_a_container(machine: Machine, gpus: str, variable: str | None, given: str | None) -> None:
-    machine.gpus()
-    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
-    machine.env |= {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    out, _ = machine.run("train", "--gpus", gpus, "--", "digits")
-    words = machine.asked()[-1]
-    assert (words[words.index("--gpus") + 1] if "--gpus" in words else None) == given
-    assert "runtime: container: " in out
-
-
-def test_data_is_shown_to_the_container_and_the_rest_of_the_disk_is_not(
-    machine: Machine, tmp_path: Path
+def test_without_an_engine_or_compose(
+    machine: Machine, answers: dict[str, tuple[int, str, str]], said: str
 ) -> None:
+    machine.engine(**answers)
+    assert said in machine.refused("up")
+
+
+def test_down_ends_what_compose_left(machine: Machine) -> None:
+    """Containers of clients that were killed, which `docker compose down` leaves; and an older project's."""
+    asked = {
+        "ps --quiet": (0, "aa\nbb\n", ""),
+        "ps --all --filter": (0, "old\nold\n", ""),
+    }
+    machine.engine(**asked)
+    out, _ = machine.run("down", "--", "--volumes")
+    said = machine.asked()
+    here = f"label=com.docker.compose.project.working_dir={machine.root}"
+    assert ["ps", "--quiet", "--filter", here, "--filter", "label=com.docker.compose.oneoff=True"] in said
+    stop = ["stop", "--time", "40", "aa", "bb"]
+    own = ["compose", "--profile", "train", "--profile", "ssh", "down", "--volumes"]
+    assert said.index(stop) < said.index(own)
+    older = ["--project-name", "old", "--profile", "train", "--profile", "ssh", "down", "--remove-orphans"]
+    assert ["compose", *older] in said
+    assert "docker stop --time 40 aa bb\n" in out
     machine.engine()
-    path = f"data.path={tmp_path}"
-    assert (
-        f"runtime: .venv: {tmp_path} is outside"
-        in machine.run("train", "--", "digits", "--set", path, code=75)[0]
-    )
-    machine.run("train", "--data", str(tmp_path), "--", "digits", "--set", path)
-    assert f"type=bind,source={tmp_path},target={tmp_path},readonly" in machine.asked()[-1]
+    out, _ = machine.run("down")
+    assert "stop" not in out
 
 
-# Bad input.
-
-
-def test_an_old_driver(machine: Machine) -> None:
-    machine.gpus("470.82.01", "8.0")
-    line = machine.refused("train", "--", "digits")
-    assert all(one in line for one in ("470.82.01", "525.60.13", "STACK=pytorch-cuda-11.8"))
-    machine.run("train", "--", "digits", code=75, CUDA_VISIBLE_DEVICES="")  # on the CPU it doesn't matter
-    newest = check_stack("torch2.14-cu130")
-    check_driver(newest, "580.65.06", ["sm_90"])
-    with refused("STACK=torch2.6-cu124"):
-        check_driver(newest, "570.26", ["sm_61"])  # Pascal
-
-
-@pytest.mark.parametrize(("gpus", "hidden"), [("3", {}), ("0,0", {}), ("1", {"CUDA_VISIBLE_DEVICES": ""})])
-def test_gpus_that_are_not_there(machine: Machine, gpus: str, hidden: dict[str, str]) -> None:
-    machine.gpus()
-    machine.engine()
-    assert gpus in machine.refused("train", "--gpus", gpus, "--", "digits", **hidden)
-
-
-def test_ports() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with refused(str(port), "JUPYTER_PORT"):
-            check_ports({"JUPYTER_PORT": str(port)})
-    check_ports({"JUPYTER_PORT": str(port)})
-    with refused("SSH_PORT"):
-        check_ports({"SSH_PORT": "65536"})
-
-
-def test_a_rank_uses_the_gpu_that_it_sees() -> None:
-    own = {"SLURM_LOCALID": "3"}  # srun --gpus-per-task=1: each task sees its own as number 0
-    assert [gpu_of_rank(3, 8, {}), gpu_of_rank(3, 4, own), gpu_of_rank(3, 1, own)] == [3, 3, 0]
-    for local, visible, environ in ((3, 2, own), (3, 1, {})):
-        with refused(f"LOCAL_RANK={local}"):
-            gpu_of_rank(local, visible, environ)
+def test_an_old_python_can_read_the_scripts() -> None:
+    for name in (
+        "scripts/runtime.py",
+        "scripts/engine_checks.py",
+        "scripts/locks.py",
+        "trainer/__init__.py",
+        "trainer/version.py",
+        "trainer/errors.py",
+        "trainer/host/__init__.py",
+        "trainer/host/stacks.py",
+        "trainer/config/suggest.py",
+    ):
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 9))

@@ -2,14 +2,11 @@
 
 import json
 import lzma
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import conda_lock
 import lock
-import new_stack
 import pytest
 from conda_lock import (
     FILES,
@@ -17,16 +14,13 @@ from conda_lock import (
     REPLACED,
     SUBDIRS,
     Package,
-    read_lock,
     read_records,
-    read_toml,
     solve,
     split,
     write_environment,
     write_lock,
 )
-from explicit_lock import parse_lock
-from wheels import canonical, read_lock as read_wheels
+from locks import canonical, read_conda, read_toml, read_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 STACKS = sorted(path.parent for path in ROOT.glob("stacks/*/stack.toml"))
@@ -49,7 +43,8 @@ def stack(request: pytest.FixtureRequest) -> Path:
 def locked(stack: Path, target: str) -> list[Package]:
     """The records of a lock, in its order."""
     records = {one.url: one for one in read_records((stack / "records.json").read_text())}
-    return [records[url] for url, _ in read_lock((stack / FILES[target]).read_text())]
+    names = [split(one)[0] for one in read_toml(stack / "stack.toml")["conda"].get("md5_only", [])]
+    return [records[one.url] for one in read_conda((stack / FILES[target]).read_text(), names)]
 
 
 def test_each_file_is_what_the_records_say(stack: Path) -> None:
@@ -75,7 +70,7 @@ def test_each_package_is_hashed_and_of_the_stacks_channels(stack: Path) -> None:
     weak = set()
     for file in FILES.values():
         text = (stack / file).read_text()
-        for one in parse_lock(text, frozenset(split(file)[0] for file in md5_only if file in text)):
+        for one in read_conda(text, [split(file)[0] for file in md5_only]):
             assert one.url.removesuffix(one.file) in folders
             assert not one.file.startswith(REPLACED)  # by its publisher, in place
             weak |= {one.file} if one.algorithm == "md5" else set()
@@ -190,9 +185,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 def test_locking_from_a_pool(made: Path, pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "--pool", pool) == 0
-    assert [url.rsplit("/", 1)[1] for url, _ in read_lock((made / "conda.lock").read_text())] == [
-        "pear-2.0-0.conda"
-    ]
+    assert [one.file for one in read_conda((made / "conda.lock").read_text())] == ["pear-2.0-0.conda"]
     assert f"apple-2.0-0.conda#{SHA}\n" in (made / "conda-dev.lock").read_text()
     assert "  - pear=2.0=0\n" in (made / "environment.yml").read_text()
     dated = read_toml(made / "stack.toml")["source_date_epoch"]
@@ -224,75 +217,6 @@ def test_no_solution_is_one_line_and_changes_nothing(
     assert "plum" in said
     assert said.count("\n") == 1
     assert [path.name for path in made.iterdir()] == ["stack.toml"]
-
-
-def test_a_new_stack_is_what_was_made_by_hand(tmp_path: Path) -> None:
-    """From the default's text and the lock of torch 2.14: the facts of the stack that is there."""
-    there = ROOT / "stacks/torch2.14-cu130"
-    expected = read_toml(there / "stack.toml")
-    brings = new_stack.brought((there / "wheels.lock").read_text())
-    pins = {
-        "torch": "2.14.1",
-        "torchvision": brings.pop("torchvision"),
-        "torchaudio": new_stack.audio_of("2.14.1"),
-    }
-    driver = new_stack.drivers(brings["cuda"], "", ROOT / "stacks")
-    text = new_stack.described((DEFAULT / "stack.toml").read_text(), there.name, pins, brings, driver)
-    text = new_stack.with_architectures(text, "sm_75 sm_80 sm_86 sm_90a sm_100 sm_120")
-    (tmp_path / "stack.toml").write_text(text)
-    made = read_toml(tmp_path / "stack.toml")
-    for key in ("name", "kind", "python", "pins", "brings", "gpu", "driver", "conda"):
-        assert made[key] == expected[key], key
-    assert "budget_gb" not in made
-
-
-@pytest.mark.parametrize(
-    ("base", "torch", "said"),
-    [
-        ("torch2.9-cu128", "2.14", "TORCH=2.14: give a release"),
-        ("pytorch-cuda-12.4", "2.14.1", "channel ended with torch 2.5.1"),
-    ],
-)
-def test_what_makes_no_stack_is_one_line(
-    base: str, torch: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert new_stack.main([f"--base={base}", f"--torch={torch}"]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The default stack and the files that list stacks; torch 2.14 resolves as the lock of its stack."""
-    for name in ("stacks/torch2.9-cu128", "pyproject.toml"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tmp_path / name)
-        else:
-            shutil.copy(ROOT / name, tmp_path / name)
-    monkeypatch.setattr(new_stack, "ROOT", tmp_path)
-    resolution = (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
-    monkeypatch.setattr(lock, "resolve", lambda *_: resolution)
-    return tmp_path
-
-
-WORDS = ["--base=torch2.9-cu128", "--torch=2.14.1", "--driver=580.65.06,580"]
-
-
-def test_a_stack_that_fails_halfway_leaves_nothing(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (project / "build/stack/torch2.14-cu130").mkdir(parents=True)  # of a call that was killed
-    files = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
-
-    def call(words: list[str], **_: object) -> int:
-        (project / "build/compat/torch2.14-cu130").mkdir(parents=True, exist_ok=True)
-        return int("bootstrap.py" in words[1])
-
-    monkeypatch.setattr(subprocess, "call", call)
-    assert new_stack.main(WORDS) == 2
-    assert capsys.readouterr().err.endswith("failed (above)\n")
-    assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
-    assert not list(project.glob("build/*/*"))
 
 
 def test_the_page_names_each_stack_and_its_end(stack: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conda_lock import read_toml
+from locks import read_toml
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 

@@ -1,42 +1,10 @@
-"""GPUs of this machine, and those requested. Standard library only: scripts/runtime.py imports it."""
+"""GPUs that a process may use, and those requested."""
 
 from __future__ import annotations
 
-import re
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from trainer.errors import BadInputError
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi names it.
-
-    Attributes:
-        index: Its number, in the order of the PCI bus.
-        name: The model.
-        uuid: Its name for good; MIG slices have their own, which are not listed here.
-    """
-
-    index: str
-    name: str
-    uuid: str
-
-
-def host_gpus() -> list[Gpu] | None:
-    """The GPUs of this machine; None where nvidia-smi is missing or fails."""
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=120)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if done.returncode else parse_gpus(done.stdout)
-
-
-def parse_gpus(text: str) -> list[Gpu]:
-    """Reads `nvidia-smi -L`."""
-    return [Gpu(*found) for found in re.findall(r"^GPU (\d+): (.+) \(UUID: (\S+)\)", text, re.MULTILINE)]
 
 
 def visible_gpus(uuids: Sequence[str], variable: str | None) -> tuple[list[str], str]:
