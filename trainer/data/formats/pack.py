@@ -167,9 +167,9 @@ def _work_off(
     if imports:  # once, in the fork server: torch and torchvision take 5 s per process
         context.set_forkserver_preload(list(imports))
     try:
-        with ProcessPoolExecutor(min(processes, len(shards)), context, _begin) as pool:
+        with ProcessPoolExecutor(min(processes, len(shards)), context, _begin, (work,)) as pool:
             try:
-                under_way = {pool.submit(work, n, samples): len(samples) for n, samples in enumerate(shards)}
+                under_way = {pool.submit(_call, n, samples): len(samples) for n, samples in enumerate(shards)}
                 for done in as_completed(under_way):
                     done.result()
                     advance(under_way[done])
@@ -184,9 +184,19 @@ def _work_off(
     return [future.result() for future in under_way]
 
 
-def _begin() -> None:
+_work = list[Callable[[int, range], Any]]()  # of this process of the pool
+
+
+def _begin(work: Callable[[int, range], Any]) -> None:
+    # Given at the start, as descriptors of shared memory then come with it. With a task each process would
+    # fetch them from a thread of the parent, which prints a traceback where the process ends meanwhile.
+    _work[:] = [work]
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
+
+
+def _call(number: int, samples: range) -> Any:
+    return _work[0](number, samples)
 
 
 def _pack_shard(
