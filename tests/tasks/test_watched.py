@@ -1,6 +1,7 @@
 """Promise P3, P10: what a task watches while it trains is right over micro-batches, and changes no bit."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ _SETTINGS = {
     "parallel.threads": 1,
     "optim.lr": 0.1,
 }
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # runs are left in the current one
 
 
 class Plain:
