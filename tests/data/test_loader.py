@@ -1,6 +1,7 @@
 """Promise: workers, prefetch, start method and residence change nothing in a batch; /dev/shm isn't needed."""
 
 import errno
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -147,14 +148,21 @@ class Wide(Numbers):
         out["big"][...] = samples[:, None] % 256
 
 
+def shared_memory() -> dict[str, int]:
+    """Bytes of this process's maps of /dev/shm, by address."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+    spans = {one[0]: one[0].split("-") for one in lines}
+    return {name: int(end, 16) - int(begin, 16) for name, (begin, end) in spans.items()}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_batches_take_nothing_of_dev_shm() -> None:
     """Which may have 64 kB: only the semaphores of the workers' queues lie there."""
-    what = source(Wide())
+    gc.collect()  # those of loaders before
+    what, before = source(Wide()), shared_memory()
     loader = RingLoader(what, CPU, 2, LoaderConfig(prefetch=4, start_method="fork"))
     batch = next(loader(what.share.batches()))
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
-    sizes = [int(end, 16) - int(begin, 16) for begin, end in (one[0].split("-") for one in maps)]
+    sizes = [size for name, size in shared_memory().items() if name not in before]
     assert batch["big"].nbytes >= 2 << 20 and sum(sizes) <= 64 << 10
     loader.close()
 
