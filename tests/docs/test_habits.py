@@ -122,3 +122,13 @@ def test_every_file_of_the_package_is_in_its_wheel() -> None:
     assert package / "runs/report/templates/page.html" in packed
     there = {p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert {path for path in there - packed if path.suffix != ".py"} == set()
+
+
+def test_tests_that_scripts_name_are_there() -> None:
+    """A name that isn't ends pytest before it runs any."""
+    text = "".join((ROOT / file).read_text() for file in (".ci/run", "Makefile", "scripts/maintain.mk"))
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text)
+    assert named
+    for file, name in named:
+        assert (ROOT / file).exists(), file
+        assert not name or f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
