@@ -1,7 +1,12 @@
 """`make chaos`: runs are cut, killed and signaled at random, and must end with the bits of one that wasn't.
 
-A run here is the real thing (`train.start.rank.train_rank`, its checkpoints and files) in a process forked
-from one that has imported torch, so that a cut costs a second and not twenty.
+A run here is the real thing (`train.start.rank.train_rank`, its checkpoints and files), in processes forked
+from one that has imported torch, so that a cut costs a second and not twenty. Histories of four sorts:
+
+- alone: one rank;
+- ranks: 1, 2 and 4 in turns with parallel.reduction=tree, compared with one rank that nobody disturbed;
+- sharded: FSDP or HSDP on 2 or 4 ranks, each rank's part of the last checkpoint compared, too;
+- strategies: ddp, fsdp and hsdp in turns: sums have another order, so weights must be close.
 """
 
 import argparse
@@ -13,14 +18,15 @@ import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,19 +35,43 @@ import torch
 import yaml
 
 from tests.helpers.late import import_late
+from tests.helpers.ports import free_port
 from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
 from trainer.config.recipe import Recipe
-from trainer.errors import EXIT_REQUEUE
+from trainer.distributed import consensus
+from trainer.errors import EXIT_FAILED, EXIT_REQUEUE
 from trainer.host.processes import children
 from trainer.launch.worker import Worker
 from trainer.train.request import Request
 from trainer.train.start.rank import train_rank
 
 PHASES = ("start", "train", "write")
-_ATTEMPTS = 12
-_MOST_RUNS = 20  # for each hit that is wanted
-THROUGH_THE_LAUNCHER = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_MOST_CUTS = 6  # then a run is left alone
+_MOST_RUNS = 20  # for each hit through the launcher that is wanted
+TOLERANCE = 1e-5  # of the largest weight of a tensor, where sums have another order
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Place(NamedTuple):
+    """How many ranks an attempt has, and the section parallel of its recipe."""
+
+    ranks: int
+    parallel: Mapping[str, Any] = {}
+
+
+_SHARDED = (
+    Place(2, {"strategy": "fsdp"}),
+    Place(4, {"strategy": "fsdp"}),
+    Place(4, {"strategy": "hsdp", "shard": 2}),
+)
+# Places that a history changes between; the undisturbed run is at the first.
+PLACES: Mapping[str, tuple[Place, ...]] = {
+    "alone": (Place(1),),
+    "ranks": tuple(Place(ranks, {"reduction": "tree"}) for ranks in (1, 2, 4)),
+    "sharded": _SHARDED,  # one of them for each kind
+    "strategies": (Place(1), Place(2), Place(4), Place(1, {"strategy": "fsdp"}), *_SHARDED),
+}
 
 
 class Ending(NamedTuple):
@@ -155,61 +185,11 @@ class Tally:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
 
-    def judge(self, name: str, folder: Path, wanted: Ending) -> None:
-        """Compares a run's end with that of the run that nobody disturbed."""
-        try:
-            same = ending(folder) == wanted
-        except (OSError, AssertionError, ValueError) as error:
-            self.failures.append(f"{name}: lost ({error!r})")
-            return
+    def judge(self, name: str, same: bool) -> None:
+        """Counts a run that is, or isn't, what it should be."""
         self.counts["identical" if same else "different"] += 1
         if not same:
             self.failures.append(f"{name}: other bits")
-
-
-def undisturbed(recipe: Recipe, folder: Path, phase: mmap.mmap) -> tuple[Ending, float]:
-    """Runs without checkpoints or disturbance; the ending and the seconds it took."""
-    began = time.monotonic()
-    process = start(recipe.model_copy(update={"checkpoint": type(recipe.checkpoint)()}), folder, phase)
-    process.join()
-    return ending(folder), time.monotonic() - began
-
-
-def disturb(
-    recipe: Recipe,
-    folder: Path,
-    phase: mmap.mmap,
-    number: signal.Signals,
-    seconds: float,
-    random_: random.Random,
-) -> Counter[str]:
-    """Sends a signal at a random time, again and again, until the run is through; counts when it hit."""
-    hits: Counter[str] = Counter()
-    for attempt in itertools.count():
-        process = start(recipe, folder, phase)
-        # While it starts or resumes, trains, or writes; after many attempts it is left alone.
-        if attempt < _ATTEMPTS:
-            wait_for(process, phase, random_, seconds)
-        else:
-            process.join()
-        if process.exitcode is None:
-            resuming = phase[0] == 0 and any((folder / "checkpoints").glob("step-*"))
-            hits["resume" if resuming else PHASES[phase[0]]] += 1
-            assert process.pid is not None
-            while process.exitcode is None and not takes(process.pid, number):
-                time.sleep(0.005)
-            if process.exitcode is None:
-                os.kill(process.pid, number)
-            process.join(120)
-            if process.exitcode is None:
-                process.kill()
-                hits["late"] += 1
-        if process.exitcode == 0:
-            return hits
-        if process.exitcode not in (-signal.SIGKILL, EXIT_REQUEUE, 1):
-            hits["odd"] += 1
-            return hits
-    return hits
 
 
 def wait_for(
@@ -259,104 +239,212 @@ def takes(pid: int, number: signal.Signals) -> bool:
     return number == signal.SIGKILL or (caught is not None and int(caught[1], 16) >> (number - 1) & 1 == 1)
 
 
-def chaos(kills: int, signals: int, seed: int) -> Tally:
-    """Disturbs runs of all kinds until there were enough of each."""
-    random_, tally, phase = random.Random(seed), Tally(), mmap.mmap(-1, 1)
+def jobs(sort: str) -> list[tuple[dict[str, Any], tuple[Place, ...]]]:
+    """Kinds of recipes that go with a sort, and the places of each."""
+    chosen, places = kinds(), PLACES[sort]
+    if sort == "alone":
+        return [(kind, places) for kind in chosen]
+    if sort == "ranks":  # four ranks divide a step
+        return [
+            ({**kind, "gradient_accumulation_steps": 4 << n % 2}, places) for n, kind in enumerate(chosen)
+        ]
+    if sort == "sharded":  # which refuses Muon and channels_last
+        adamw: dict[str, Any] = {"optim": "adamw", "channels_last": False}
+        return [
+            ({**kind, **adamw, "gradient_accumulation_steps": place.ranks << n % 2}, (place,))
+            for n, (kind, place) in enumerate(zip(chosen, itertools.cycle(places), strict=False))
+        ]
+    # SGD, because Adam makes steps of any size of what is zero but for rounding.
+    kind = {**chosen[0], "gradient_accumulation_steps": 4, "channels_last": False, "mode": "fp32"}
+    return [({**kind, "optim": "sgd", "every": 3, "ema": {"decay": 0.9}}, places)]
+
+
+def at(recipe: Recipe, place: Place) -> Recipe:
+    """Puts a place's section parallel into a recipe."""
+    values = recipe.model_dump(mode="json")
+    return Recipe.model_validate({**values, "parallel": {"threads": 1, "hang_s": 0, **place.parallel}})
+
+
+class Left(NamedTuple):
+    """End of an attempt: whether it was through, and its phase when it was cut, or ""."""
+
+    finished: bool
+    phase: str
+
+
+def attempt(
+    recipe: Recipe,
+    folder: Path,
+    size: int,
+    seconds: float,
+    random_: random.Random,
+    number: signal.Signals | None,
+) -> Left:
+    """Trains on so many ranks; sends `number` at a random moment, SIGKILL to all, another to any one of them.
+
+    Args:
+        seconds: What the training takes about.
+
+    Raises:
+        AssertionError: If a rank ended as none should.
+    """
+    phases = [mmap.mmap(-1, 1) for _ in range(size)]
+    resumes, port, hit = any((folder / "checkpoints").glob("step-*")), free_port(), ""
+    ranks = [start(recipe, folder, phases[rank], (rank, size, port)) for rank in range(size)]
+    watched, reached = random_.randrange(size), list[BaseProcess]()
+    if number is not None:
+        # A kill ends all, as when a machine is lost; a request reaches any one of them.
+        wait_for(ranks[watched], phases[watched], random_, seconds)
+        if ranks[watched].exitcode is None:
+            reached = ranks if number == signal.SIGKILL else [random_.choice(ranks)]
+            phase = phases[watched][0]
+            hit = "resume" if resumes and not phase else PHASES[phase]
+    for rank in reached:
+        assert rank.pid is not None and number is not None
+        # Python takes SIGINT from its first moment on.
+        while rank.exitcode is None and not (number == signal.SIGINT or takes(rank.pid, number)):
+            time.sleep(0.005)
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
+    for rank in reached:
+        rank.join(300)
+    for rank in ranks:
+        if any(one.exitcode == EXIT_FAILED for one in reached):
+            rank.kill()  # as the launcher does: it would wait for one that left before it began
+        rank.join(300)
+    codes = {rank.exitcode for rank in ranks}
+    # 1: stopped before there was a checkpoint; the others of a rank that was killed.
+    if codes - ({0, 1, EXIT_REQUEUE, -signal.SIGKILL} if hit else {0}):
+        raise AssertionError(f"{size} ranks, {number and number.name} in {hit or 'no phase'}: {codes}")
+    return Left(codes == {0}, hit)
+
+
+def undisturbed(recipe: Recipe, folder: Path, place: Place = PLACES["alone"][0]) -> float:
+    """Trains without checkpoints on the way or disturbance, in a new folder; the seconds it took."""
+    folder.mkdir()
+    began = time.monotonic()
+    plain = at(recipe, place).model_copy(update={"checkpoint": type(recipe.checkpoint)()})
+    attempt(plain, folder, place.ranks, 0.0, random.Random(0), None)
+    return time.monotonic() - began
+
+
+def history(
+    recipe: Recipe,
+    places: tuple[Place, ...],
+    folder: Path,
+    seconds: float,
+    random_: random.Random,
+    counts: Counter[str],
+) -> str:
+    """Trains a run to its end, cut again and again; returns its ranks and cuts, and counts them."""
+    told, last = list[str](), None
+    while True:
+        last = random_.choice([place for place in places if place != last] or places)
+        number = random_.choice(SIGNALS) if len(told) < _MOST_CUTS else None
+        left = attempt(at(recipe, last), folder, last.ranks, seconds, random_, number)
+        if left.phase and number is not None:
+            counts.update(("cuts", number.name, f"during {left.phase}"))
+        told.append(f"{last.ranks} {number.name if number else ''} {left.phase}".rstrip())
+        if left.finished:
+            return ", ".join(told)
+
+
+def parts_of(folder: Path) -> str:
+    """A hash of all tensors of a run's last checkpoint; not of state.json, which has seconds."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    digest = hashlib.sha256(newest.name.encode())
+    for file in sorted(newest.glob("*.safetensors")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def distance(folder: Path, other: Path) -> float:
+    """The largest difference of two runs' final weights, as a part of the largest number of its tensor."""
+    found = [0.0]
+    for file in ("model.safetensors", "ema.safetensors"):
+        theirs = safetensors.torch.load_file(other / file)
+        for name, tensor in safetensors.torch.load_file(folder / file).items():
+            difference = (tensor.double() - theirs[name].double()).abs().max()
+            found.append(float(difference / theirs[name].double().abs().max().clamp(min=1e-3)))
+    return max(found)
+
+
+def chaos(sort: str, count: int, seed: int) -> Tally:
+    """Disturbs so many runs of a sort, of each of its kinds in turn."""
+    random_, tally, wholes = random.Random(seed), Tally(), dict[int, tuple[Path, float]]()
+    consensus.SECONDS_BETWEEN = 0.02  # a run here is over in a second
     import_late()
-    wanted: dict[int, tuple[Ending, float]] = {}
-    recipes = [recipe_of(kind) for kind in kinds()]
+    from torch.distributed import fsdp  # noqa: F401
+
+    chosen = jobs(sort)
     with tempfile.TemporaryDirectory(prefix="chaos-") as root:
-        for number in itertools.count():
-            missing_kills = kills - tally.counts["kills"]
-            missing_signals = signals - tally.counts["signals"]
-            if missing_kills <= 0 and missing_signals <= 0:
-                return tally
-            which = number % len(recipes)
-            folder = Path(root, str(number))
+        for number in range(count):
+            kind, places = chosen[number % len(chosen)]
+            recipe, folder = recipe_of(kind), Path(root, str(number))
+            if number < len(chosen):
+                whole = Path(root, f"whole-{number}")
+                wholes[number] = whole, undisturbed(recipe, whole, places[0])
+            whole, seconds = wholes[number % len(chosen)]
             folder.mkdir()
-            if which not in wanted:
-                whole = Path(root, f"whole-{which}")
-                whole.mkdir()
-                wanted[which] = undisturbed(recipes[which], whole, phase)
-            end, seconds = wanted[which]
-            killing = missing_kills > 0 and (number // len(recipes) % 2 == 0 or missing_signals <= 0)
-            kind = (
-                signal.SIGKILL if killing else random_.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
-            )
-            hits = disturb(recipes[which], folder, phase, kind, seconds, random_)
-            name = "kills" if killing else "signals"
-            for place in (*PHASES, "resume"):
-                tally.counts[name] += hits[place]
-                tally.counts[f"{name} during {place}"] += hits[place]
-            tally.counts["late"] += hits["late"]
-            if hits["odd"] or hits["late"]:
-                tally.failures.append(f"run {number}: {dict(hits)}")
-            tally.judge(f"run {number} ({kind.name}, {kinds()[which]})", folder, end)
-            shutil.rmtree(folder)
+            name = f"{sort} {number} ({kind})"
+            try:
+                name += history(recipe, places, folder, seconds, random_, tally.counts).join("[]")
+                if sort == "strategies":
+                    tally.judge(name, distance(folder, whole) <= TOLERANCE)
+                else:
+                    parts = len(places) > 1 or parts_of(folder) == parts_of(whole)
+                    tally.judge(name, parts and ending(folder) == ending(whole))
+            except (OSError, AssertionError, ValueError) as error:
+                tally.failures.append(f"{name}: lost ({error!r})")
     return tally
 
 
-def chaos_launched(number: signal.Signals, wanted_hits: int, tally: Tally, random_: random.Random) -> None:
+def chaos_launched(number: signal.Signals, wanted_hits: int, seed: int) -> Tally:
     """Disturbs runs through the command line until there were enough hits."""
-    name = f"{number.name} through the launcher"
-    recipe = recipe_of(kinds()[0])
+    tally, random_, recipe = Tally(), random.Random(seed), recipe_of(kinds()[0])
     with tempfile.TemporaryDirectory(prefix="chaos-") as root:
-        whole = Path(root, "whole")
-        whole.mkdir()
-        wanted, _ = undisturbed(recipe, whole, mmap.mmap(-1, 1)) if wanted_hits else (None, 0.0)
+        undisturbed(recipe, whole := Path(root, "whole"))
         for run in range(_MOST_RUNS * wanted_hits):
-            if wanted is None or tally.counts[name] >= wanted_hits:
-                return
             folder = Path(root, str(run))
-            tally.counts[name] += launched(recipe, folder, number, random_)
-            tally.judge(f"{name} {run}", folder, wanted)
-        if tally.counts[name] < wanted_hits:
-            tally.failures.append(f"{name}: {tally.counts[name]} hits only")
+            tally.counts["cuts"] += launched(recipe, folder, number, random_)
+            tally.judge(f"{number.name} through the launcher, {run}", ending(folder) == ending(whole))
+            if tally.counts["cuts"] >= wanted_hits:
+                return tally
+    tally.failures.append(f"{number.name} through the launcher: {tally.counts['cuts']} hits only")
+    return tally
 
 
 def main() -> int:
     """Prints what happened; 1 if anything was lost or differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--signals", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--topologies", type=int, default=100, help="runs on changing numbers of ranks")
-    parser.add_argument("--sharded", type=int, default=200, help="cuts of sharded runs on 2 and 4 ranks")
-    parser.add_argument("--resharded", type=int, default=12, help="runs whose ranks and strategy change")
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--runs", type=int, default=50, help="of each sort")
+    parser.add_argument("--only", choices=PLACES, action="append", help="histories of this sort")
     parser.add_argument("--hangs", type=int, default=30, help="ranks that hang somewhere")
-    parser.add_argument("--launched", type=int, default=10, help="hits of each kind through the command line")
+    parser.add_argument("--launched", type=int, default=10, help="hits of each signal by the command line")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     from tests.helpers.hangs import hangs
-    from tests.helpers.sharded_chaos import resharded, sharded
-    from tests.helpers.topologies import topologies  # it is made of what is in here
 
     torch.set_num_threads(1)
     # Where a script started this in the background, Ctrl-C is ignored, and so it would be by all runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    began = time.monotonic()
-    tally = chaos(options.kills, options.signals, options.seed)
-    for number in THROUGH_THE_LAUNCHER:
-        chaos_launched(number, options.launched, tally, random.Random(options.seed))
-    told = topologies(options.topologies, options.seed, tally)
-    told += "\n" + sharded(options.sharded, options.seed, tally)
-    told += "\n" + resharded(options.resharded, options.seed, tally)
+    print(f"seed {options.seed}, kinds of runs: {len(kinds())}", flush=True)
+    failures = list[str]()
+    told = [(sort, chaos(sort, options.runs, options.seed)) for sort in options.only or PLACES]
+    if options.launched:
+        told += [
+            (f"{number.name} through the launcher", chaos_launched(number, options.launched, options.seed))
+            for number in SIGNALS
+        ]
+    for name, tally in told:
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(tally.counts.items()))
+        print(f"{name}: {counts}; {len(tally.failures)} failed", flush=True)
+        failures += tally.failures
     unnamed = hangs(options.hangs, options.seed)
-    tally.failures += unnamed
-    for failure in tally.failures:
-        print(failure)
-    counts = tally.counts
-    print(f"seed {options.seed}, {time.monotonic() - began:.0f} s, kinds of runs: {len(kinds())}")
-    for name in ("kills", "signals"):
-        all_places = (*PHASES, "resume")
-        places = ", ".join(f"{counts[f'{name} during {place}']} during {place}" for place in all_places)
-        print(f"{counts[name]} {name} ({places})")
-    for name in (number.name for number in THROUGH_THE_LAUNCHER):
-        print(f"{counts[f'{name} through the launcher']} {name} through the launcher")
-    print(told)
     print(f"{options.hangs} hangs, {options.hangs - len(unnamed)} named, with phase and step")
-    lost = len(tally.failures) - counts["different"] - len(unnamed)
-    print(f"{counts['identical']} runs identical, {counts['different']} different, {lost} lost or late")
-    return 1 if tally.failures else 0
+    for failure in [*failures, *unnamed]:
+        print(failure)
+    return int(bool(failures or unnamed))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def disturbed_disk(fault: str, folder: Path, phase: mmap.mmap) -> int | None:
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> Ending:
     """How a short run in a fork ends that nobody disturbs."""
-    return undisturbed(short(), tmp_path_factory.mktemp("undisturbed"), mmap.mmap(-1, 1))[0]
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    undisturbed(short(), folder)
+    return ending(folder)
 
 
 @pytest.mark.parametrize("fault", ["full", "deleted"])

@@ -66,7 +66,7 @@ def test_it_is_asked_about_once_a_second(ranks: Ranks) -> None:
 
 def run_per_step(world: World) -> list[float]:
     """The time per step that each all-reduce gives; its own rank's is the slowest."""
-    with clock() as time, mock.patch("trainer.distributed.consensus._SECONDS_BETWEEN", 0.02):
+    with clock() as time, mock.patch("trainer.distributed.consensus.SECONDS_BETWEEN", 0.02):
         consensus, seen = StopConsensus(world.group, 0), list[float]()
         for step in range(1, 60):
             time.now += 0.01

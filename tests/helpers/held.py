@@ -31,7 +31,7 @@ def pid_of_rank(folder: Path, rank: str) -> int:
 
 def hold(folder: str, step: int, rank: str) -> None:
     """Makes this process wait, if it is that rank; called while it starts."""
-    consensus._SECONDS_BETWEEN = 0.0  # ranks ask each other after every step, however quick they are
+    consensus.SECONDS_BETWEEN = 0.0  # ranks ask each other after every step, however quick they are
     if os.environ.get("RANK") != rank:
         return
     mark = Path(folder, "held")

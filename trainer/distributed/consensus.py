@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from trainer.observe.phases import communicating, enter_phase
 
-_SECONDS_BETWEEN = 1.0
+SECONDS_BETWEEN = 1.0
 # With steps longer than this, the collective is waited for at once: its time is nothing beside a step's, and
 # the stop comes a step sooner.
 _LONG_STEP_SECONDS = 0.1
@@ -95,5 +95,5 @@ class StopConsensus:
         self._under_way = None
         signal, save, per_step, finish = self._reduced.tolist()
         self._long_steps = per_step > _LONG_STEP_SECONDS
-        self._next_start_step = step + min(_MOST_STEPS, max(1, round(_SECONDS_BETWEEN / max(per_step, 1e-9))))
+        self._next_start_step = step + min(_MOST_STEPS, max(1, round(SECONDS_BETWEEN / max(per_step, 1e-9))))
         return StopDecision(int(signal), save > 0, finish > 0)
