@@ -1,10 +1,12 @@
 """Runs containers for the tests. A warning or an error in what they say fails, unless a test expects it."""
 
+import http.client
 import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 # Words of Python's logging, and the letters that JupyterLab and TensorBoard write instead.
 _TROUBLE = re.compile(
@@ -63,6 +65,28 @@ def engine(
     )
     assert code in (None, done.returncode), f"exit code {done.returncode}, not {code}:\n{done.stdout}"
     return check_log(done.stdout, *expected)
+
+
+class Answer(NamedTuple):
+    """Answer of a server; code 0: there was none."""
+
+    code: int
+    body: bytes
+    cookies: list[str]
+
+
+def ask(port: object, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
+    """Asks a server of this machine; `_` in a header's name stands for `-`."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(str(port)), timeout=20)
+    try:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body or None, given)
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.read(), answer.headers.get_all("Set-Cookie") or [])
+    except OSError:
+        return Answer(0, b"", [])
+    finally:
+        connection.close()
 
 
 def wait_for(ready: Callable[[], bool], what: str, seconds: float = 300) -> None:

@@ -1,19 +1,16 @@
 """P9: JupyterLab and sshd attacked from the network. docs/install.md has the table of what was tried."""
 
-import http.client
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 
-from tests.container.run import engine, wait_for
+from tests.container.run import Answer, ask, engine, wait_for
 from tests.helpers.ports import free_port
 
 # Nightly: make image-test ARGS="-m slow".
 pytestmark = [pytest.mark.container, pytest.mark.slow, pytest.mark.xdist_group("attacks")]
-
-Answer = tuple[int, Mapping[str, str], bytes]
 
 
 class Lab:
@@ -21,23 +18,11 @@ class Lab:
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
-        wait_for(lambda: self.ask("/api")[0] == 200, "JupyterLab")
+        wait_for(lambda: self.ask("/api").code == 200, "JupyterLab")
         self.token = re.findall(r"token=([0-9a-f]{48})", engine("logs", name))[-1]
 
     def ask(self, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
-        """An answer's code, headers and body; code 0 if there is none."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        try:
-            given = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body or None, given)
-            answer = connection.getresponse()
-            cookies = answer.headers.get_all("Set-Cookie") or []
-            login = [cookie for cookie in cookies if cookie.startswith("username-")]
-            return answer.status, {**dict(answer.getheaders()), "Login": "".join(login)}, answer.read()
-        except OSError:
-            return 0, {}, b""
-        finally:
-            connection.close()
+        return ask(self.port, path, method, body, **headers)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +45,15 @@ def lab(dev_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[La
 def test_nothing_is_told_without_the_token(lab: Lab) -> None:
     """Nor by a browser that has a login, for a page of another site."""
     key = {"Authorization": f"token {lab.token}"}
-    assert lab.ask("/files/notes.txt", **key)[2] == b"inside"
+    assert lab.ask("/files/notes.txt", **key).body == b"inside"
     for path in ("/lab", "/api/contents", "/api/terminals", "/files/notes.txt", "/terminals/websocket/1"):
         for asked in (path, f"{path}?token=", f"{path}?token={'0' * 48}"):
-            code, _, body = lab.ask(asked)
+            code, body, _ = lab.ask(asked)
             assert code in (302, 403, 404, 405) and b"inside" not in body, (asked, code, body[:200])
-    cookie = lab.ask(f"/lab?token={lab.token}")[1]["Login"].partition(";")[0]
-    assert lab.ask("/api/contents", Cookie=cookie)[0] == 200
-    assert lab.ask("/api/terminals", "POST", "{}", Cookie=cookie, Origin="http://evil.example")[0] in (
+    given = lab.ask(f"/lab?token={lab.token}").cookies
+    (cookie,) = [one.partition(";")[0] for one in given if one.startswith("username-")]
+    assert lab.ask("/api/contents", Cookie=cookie).code == 200
+    assert lab.ask("/api/terminals", "POST", "{}", Cookie=cookie, Origin="http://evil.example").code in (
         403,
         404,
     )

@@ -3,7 +3,6 @@
 The checkout is a copy that belongs to uid 12345, so that "the caller" isn't the image's user nor root.
 """
 
-import http.client
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import pytest
 
 from tests.container.kernel import KERNEL
 from tests.container.project import OWNER, Project, start_project
-from tests.container.run import check_log, engine, trouble, wait_for
+from tests.container.run import ask, check_log, engine, trouble, wait_for
 from tests.helpers.packages import wheel
 
 # One project for all, so one process.
@@ -60,16 +59,6 @@ def project(tmp_path_factory: pytest.TempPathFactory, dev_image: str, train_imag
         started.down()
 
 
-def get(port: str, path: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
 def token(project: Project) -> str:
     found = re.search(
         r"JupyterLab   http://127\.0\.0\.1:(\d+)/lab\?token=([0-9a-f]{48})$", project.env["SAID"], re.M
@@ -88,13 +77,11 @@ def test_up_says_what_it_does_and_nothing_warns(project: Project) -> None:
 
 def test_jupyterlab_wants_the_token(project: Project, dev_image: str) -> None:
     port, secret = project.env["JUPYTER_PORT"], token(project)
-    assert get(port, "/api/contents")[0] == 403
-    assert get(port, "/api/contents?token=")[0] == 403
-    assert get(port, "/api/contents?token=0123")[0] == 403
-    status, body = get(port, f"/api/contents?token={secret}")
-    assert status == 200
-    assert "docker-compose.yml" in {entry["name"] for entry in json.loads(body)["content"]}
-    assert get(port, f"/lab?token={secret}")[0] == 200
+    for given in ("", "?token=", "?token=0123"):
+        assert ask(port, f"/api/contents{given}").code == 403
+    told = ask(port, f"/api/contents?token={secret}")
+    assert "docker-compose.yml" in {entry["name"] for entry in json.loads(told.body)["content"]}
+    assert ask(port, f"/lab?token={secret}").code == 200
     assert "TOKEN" not in engine("image", "inspect", "--format", "{{.Config.Env}}", dev_image)
 
 
@@ -134,9 +121,11 @@ def test_tensorboard_shows_a_run(project: Project) -> None:
     said = project.compose("run", "--rm", "-T", "train", *QUICK, "--out", "runs/shown")
     assert "accuracy" in said
     port = project.env["TENSORBOARD_PORT"]
-    wait_for(lambda: "shown/tensorboard" in json.loads(get(port, "/data/runs")[1]), "the run in TensorBoard")
+    wait_for(
+        lambda: "shown/tensorboard" in json.loads(ask(port, "/data/runs").body), "the run in TensorBoard"
+    )
     assert (project.root / "runs/latest").is_symlink()
-    assert "latest/tensorboard" not in json.loads(get(port, "/data/runs")[1])
+    assert "latest/tensorboard" not in json.loads(ask(port, "/data/runs").body)
     assert project.strangers() == []
 
 
@@ -225,16 +214,7 @@ def test_ssh_lets_a_key_in_and_nothing_else(project: Project) -> None:
             "-o",
             "LogLevel=ERROR",
         )
-        words = (
-            "ssh",
-            "-p",
-            "2222",
-            "-i",
-            f"/workspace/{identity}",
-            "-o",
-            "IdentitiesOnly=yes",
-            *safe,
-        )
+        words = ("ssh", "-p", "2222", "-i", f"/workspace/{identity}", "-o", "IdentitiesOnly=yes", *safe)
         user = ("--user", f"{OWNER}:{OWNER}")
         return project.compose(
             "exec", "-T", *user, "ssh", *words, "trainer@127.0.0.1", command, code=code, expected=("denied",)

@@ -3,7 +3,6 @@
 The checkout belongs to somebody else than root and the image's user, who alone may look into it (mode 0700).
 """
 
-import http.client
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import pytest
 
 from tests.container.kernel import TERMINAL
 from tests.container.project import OWNER, Project, start_project
-from tests.container.run import engine, wait_for
+from tests.container.run import ask, engine, wait_for
 from tests.helpers.packages import wheel
 from tests.helpers.ports import free_port
 
@@ -125,11 +124,7 @@ def test_without_the_entrypoint_a_login_shell_finds_everything(train_image: str)
 
 
 # Compose keeps [a-z0-9_-] of a project's name, so each pair is one project by its path.
-PAIRS = [
-    ("trainer-0.1.0", "trainer-0.10"),
-    ("my proj", "myproj"),
-    ("日本", "中国"),
-]
+PAIRS = [("trainer-0.1.0", "trainer-0.10"), ("my proj", "myproj"), ("日本", "中国")]
 NAMING = ("runtime", "engine_checks")
 
 
@@ -181,18 +176,6 @@ def test_a_container_that_its_client_left_is_stopped_by_down(project: Project) -
     project.compose("up", "--detach", "--wait", "--no-build", "jupyter")
 
 
-def ask(port: int, path: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    except OSError:
-        return 0, b""
-    finally:
-        connection.close()
-
-
 def test_jupyterlab_and_tensorboard_behind_a_proxy(dev_image: str, tmp_path: Path) -> None:
     """Under a path of its own, as a proxy, Open OnDemand or Kubeflow asks for it; each run is shown once."""
     lab, board = free_port(), free_port()
@@ -227,13 +210,13 @@ def test_jupyterlab_and_tensorboard_behind_a_proxy(dev_image: str, tmp_path: Pat
         *words,
     )
     try:
-        wait_for(lambda: ask(lab, "/x/y/api")[0] == 200, "JupyterLab under a path")
+        wait_for(lambda: ask(lab, "/x/y/api").code == 200, "JupyterLab under a path")
         (secret,) = set(
             re.findall(rf"http://127\.0\.0\.1:{lab}/x/y/lab\?token=([0-9a-f]{{48}})", engine("logs", name))
         )
-        assert ask(lab, "/x/y/api/contents")[0] == 403
-        assert ask(lab, f"/x/y/api/contents?token={secret}")[0] == 200
-        wait_for(lambda: b"tensorboard" in ask(board, "/tb/data/runs")[1], "TensorBoard under a path")
-        assert json.loads(ask(board, "/tb/data/runs")[1]) == ["one/tensorboard"]
+        assert ask(lab, "/x/y/api/contents").code == 403
+        assert ask(lab, f"/x/y/api/contents?token={secret}").code == 200
+        wait_for(lambda: b"tensorboard" in ask(board, "/tb/data/runs").body, "TensorBoard under a path")
+        assert json.loads(ask(board, "/tb/data/runs").body) == ["one/tensorboard"]
     finally:
         engine("rm", "--force", "--volumes", name, f"{name}-b")
