@@ -45,7 +45,7 @@ test-all: ## run every test, with many more random examples; containers need an 
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest --hypothesis-profile=many $(or $(ARGS),-n auto --dist loadgroup)
 
-mutants: ## break a copy of the package in known ways: does the fast suite see each? (minutes); ARGS="--only data"
+mutants: ## break a copy of the package in known ways: does the fast suite see each? (half an hour); ARGS="--only data"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.mutants $(ARGS)
 

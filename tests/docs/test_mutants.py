@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import HERE, ROOT, Mutant, read_mutants
+from tests.mutants.__main__ import HERE, Mutant, read_mutants
+from tests.mutants.runner import ROOT
 
 
 def _missing(mutant: Mutant) -> str:

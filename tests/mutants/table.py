@@ -1,44 +1,27 @@
 """`make mutant-table`: for each mutant, all fast tests that see it, in a file that goes on where it stopped.
 
 A mutant is tried on the tests that ran its lines, by a coverage database with a context for each test.
-Tests run in a fork of a process that has imported the libraries, in a copy of the checkout: a mutant costs a
-second more than its tests. A test that fails without a mutant, too, sees nothing.
 """
 
 import argparse
-import contextlib
-import importlib
 import json
 import os
-import signal
 import sqlite3
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-import pytest
 from coverage.numbits import numbits_to_nums
 
-from tests.mutants.__main__ import HERE, ROOT, copy_of_checkout, read_mutants
+from tests.mutants.__main__ import HERE, read_mutants
 from tests.mutants.generated import Generated, generate
+from tests.mutants.runner import ROOT, Copy, preload
 
 TABLE = HERE / "table.jsonl"
 DATABASE, TIMES = ROOT / "build/mutants/coverage.db", ROOT / "build/mutants/times.xml"
-_PRELOADED = (
-    "hypothesis",
-    "numpy",
-    "PIL.Image",
-    "pyarrow.parquet",
-    "pydantic",
-    "torch",
-    "torchvision",
-    "rich.progress",
-)
-_HANG_S = 120.0  # a test that runs longer than this with a mutant has failed
 
 
 class Row(NamedTuple):
@@ -102,107 +85,26 @@ def _seconds(file: Path) -> dict[str, float]:
     return seconds
 
 
-class _Recorder:
-    """Plugin of pytest: runs these cases alone; writes a line when one begins, and when it fails."""
-
-    def __init__(self, file: Path, cases: Sequence[str]) -> None:
-        self._file = file.open("a", buffering=1)
-        self._places = {case: place for place, case in enumerate(cases)}
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self._places]
-        items.sort(key=lambda item: self._places[item.nodeid])
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._file.write(f"begins {nodeid}\n")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._file.write(f"fails {report.nodeid}\n")
-
-
-def _run(cases: Sequence[str], copy: Path, seconds: float, first: bool) -> tuple[list[str], int]:
-    """Runs cases in a fork, in the copy; returns those that failed, and how many began."""
-    told = copy.with_suffix(".told")
-    told.write_text("")
-    child = os.fork()
-    if not child:
-        os.setsid()
-        log = os.open(copy.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for number in (1, 2):
-            os.dup2(log, number)
-        os.chdir(copy)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "trainer")]:
-            del sys.modules[name]
-        sys.path[:] = [str(copy), *(path for path in sys.path if path not in (str(ROOT), ""))]
-        os.environ["PYTHONPATH"] = str(copy)
-        sys.argv = ["pytest"]
-        words = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow and not container",
-            *(["-x"] if first else []),
-        ]
-        files = dict.fromkeys(case.partition("::")[0] for case in cases)
-        pytest.main([*words, *filter(os.path.exists, files)], plugins=[_Recorder(told, cases)])
-        os._exit(0)
-    end, last, since = time.monotonic() + seconds, "", time.monotonic()
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        time.sleep(0.05)
-        lines = told.read_text().splitlines()
-        now = lines[-1] if lines else ""
-        if now != last:
-            last, since = now, time.monotonic()
-        hangs = time.monotonic() - since > _HANG_S
-        if hangs and last.startswith("begins"):
-            with told.open("a") as file:
-                file.write(last.replace("begins", "fails", 1) + "\n")
-        if hangs or time.monotonic() > end:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            break
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what a test left behind
-    lines = told.read_text().splitlines()
-    failed = [line.removeprefix("fails ") for line in lines if line.startswith("fails ")]
-    return list(dict.fromkeys(failed)), sum(line.startswith("begins ") for line in lines)
-
-
 def _job(mutants: Sequence[Generated], cases: _Cases, options: argparse.Namespace, folder: Path) -> None:
     """Tries mutants one after the other, in a copy of its own; a row for each."""
-    copy, sound, odd = copy_of_checkout(folder), set[str](), set[str]()
+    copy = Copy(folder)
     for mutant in mutants:
-        file = copy / mutant.file
-        whole = file.read_text()
-        lines = whole.splitlines(keepends=True)
+        lines = (copy.folder / mutant.file).read_text().splitlines(keepends=True)
         lines[mutant.first - 1 : mutant.last] = [mutant.text]
-        chosen, total = list[str](), 0.0
-        of = cases.of(mutant)
+        chosen, total, of = list[str](), 0.0, cases.of(mutant)
         for case in of:
             total += cases.seconds[case] + 0.02
             if total > options.seconds:
                 break
             chosen.append(case)
-        file.write_text("".join(lines))
-        try:
-            failed, tried = (
-                _run(chosen, copy, options.seconds * 2 + _HANG_S, options.first) if chosen else ([], 0)
-            )
-        finally:
-            file.write_text(whole)
-        if fresh := [case for case in failed if case not in sound | odd]:
-            fails_anyway = set(_run(fresh, copy, len(fresh) * _HANG_S, False)[0])
-            odd |= fails_anyway
-            sound |= set(fresh) - fails_anyway
-        saw = sorted({case.partition("[")[0] for case in failed if case in sound})
-        row = Row(mutant.key, mutant.what, saw, tried, len(of))
+        tried = copy.try_mutant(mutant.file, "".join(lines), chosen, options.seconds * 2, options.first)
+        saw = sorted({case.partition("[")[0] for case in tried.saw})
+        row = Row(mutant.key, mutant.what, saw, tried.began, len(of))
         with options.out.open("a") as table:
             table.write(json.dumps(row._asdict()) + "\n")
-        print(f"{mutant.file}: {mutant.what[:90]}: {len(saw)} of {tried} cases of {len(of)}", flush=True)
+        print(
+            f"{mutant.file}: {mutant.what[:90]}: {len(saw)} of {tried.began} cases of {len(of)}", flush=True
+        )
 
 
 def main() -> int:
@@ -224,8 +126,7 @@ def main() -> int:
         for mutant in mutants_of(ROOT)
         if mutant.key not in known and options.only in f"{mutant.file} {mutant.what}"
     ]
-    for name in _PRELOADED:
-        importlib.import_module(name)
+    preload()
     with tempfile.TemporaryDirectory(prefix="trainer-mutants-") as folder:
         jobs = list[int]()
         for number in range(options.jobs):
