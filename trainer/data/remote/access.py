@@ -31,8 +31,6 @@ _PATIENCE, _LONG = 300.0, 10.0
 _HEAD = 1024
 # Seconds without a byte, after which a download has failed.
 _SILENCE = 30.0
-# Seconds for a connection when the caller doesn't retry.
-_CONNECT = 5.0
 # S3 gives one connection some 80 MB/s: so several, and a part that fails is fetched again alone.
 _PART, _PARTS_AT_ONCE = 8 << 20, 8
 _CLOCKS = ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture")
@@ -112,13 +110,12 @@ def join(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name if url.startswith('s3:') else quote(name)}"
 
 
-def fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
+def fetch(url: str, sink: DownloadSink) -> None:
     """Downloads a file.
 
     Args:
         url: Address, s3:// or https://.
         sink: Receives the bytes.
-        at_once: True to fail without retries if the server can't be connected to.
 
     Raises:
         BadInputError: If the download fails; NotThereError if there is no such file.
@@ -126,12 +123,12 @@ def fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
         WrongContentError: If more bytes come than the sink expects.
     """
     try:
-        _run(_fetch(url, sink, at_once))
+        _run(_fetch(url, sink))
     except _EndedError:  # a download may take longer than its credentials last
         if not given:
             raise
         given.clear()
-        _run(_fetch(url, sink, at_once))
+        _run(_fetch(url, sink))
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
@@ -143,37 +140,37 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
-    files = _file_system(url, _CONNECT if at_once else _SILENCE)
+async def _fetch(url: str, sink: DownloadSink) -> None:
+    files = _file_system(url)
     own = url.startswith("s3:") and (files.anon or files.key or "aws_access_key_id" in files.client_kwargs)
     if url.startswith("s3:") and not own:
         await _sign(url, files.session)
     session = await _tried(url, files.set_session)
     try:
         if not url.startswith("s3:"):
-            await _tried(url, lambda: _whole(files, url, sink), at_once)
+            await _tried(url, lambda: _whole(files, url, sink))
         elif sink.size is None:
-            sink.write(await _tried(url, lambda: _small(files, url, sink.most), at_once))
+            sink.write(await _tried(url, lambda: _small(files, url, sink.most)))
         else:
             await _in_parts(files, url, sink, sink.size)
     finally:
         await session.close()
 
 
-def _file_system(url: str, connect: float) -> Any:
+def _file_system(url: str) -> Any:
     """Returns a file system without the retries of botocore and s3fs."""
     import fsspec
 
     common: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
     if url.startswith("s3:"):
         retries = {"total_max_attempts": 1, "mode": "standard"}
-        config_kwargs = {"connect_timeout": connect, "read_timeout": _SILENCE, "retries": retries}
+        config_kwargs = {"connect_timeout": _SILENCE, "read_timeout": _SILENCE, "retries": retries}
         files = fsspec.filesystem("s3", **common, session=_session(), config_kwargs=config_kwargs)
         files.retries = files.max_concurrency = 1
         return files
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=None, connect=connect, sock_connect=connect, sock_read=_SILENCE)
+    timeout = aiohttp.ClientTimeout(total=None, connect=_SILENCE, sock_connect=_SILENCE, sock_read=_SILENCE)
     # trust_env: proxies and ~/.netrc.
     # A signed address is valid as it was signed: not with other quotes.
     kwargs = {"timeout": timeout, "trust_env": True, "requote_redirect_url": False}
@@ -282,9 +279,7 @@ async def _part(files: Any, url: str, start: int, end: int) -> bytes:
     return await _tried(url, attempt)
 
 
-async def _tried(
-    url: str, attempt: Callable[[], Awaitable[T]], at_once: bool = False, waits: Sequence[float] | None = None
-) -> T:
+async def _tried(url: str, attempt: Callable[[], Awaitable[T]], waits: Sequence[float] | None = None) -> T:
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -301,10 +296,6 @@ async def _tried(
             failure = error  # the last two: a parser failed on a malformed answer
         status, code = _answer(failure)
         what, remedy = _what(failure, status, code), _remedy(failure, status, code)
-        if at_once and _is_unconnected(failure):
-            raise BadInputError(
-                f"{url}: {what}; check the address, and that the server can be reached from here"
-            ) from None
         if not _is_temporary(failure, status, code):
             kind = NotThereError if status == 404 else _EndedError if code in _CREDENTIALS else BadInputError
             raise kind(f"{url}: {what}; {remedy}") from None
@@ -353,14 +344,6 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
         if isinstance(status := getattr(each, "status", None), int) and status >= 300:
             return status, ""
     return (404, "") if isinstance(error, FileNotFoundError) else (None, "")
-
-
-def _is_unconnected(error: BaseException) -> bool:
-    import aiohttp
-    from botocore import exceptions
-
-    kinds = aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
-    return isinstance(error, kinds | exceptions.EndpointConnectionError | exceptions.ConnectTimeoutError)
 
 
 def _is_temporary(error: BaseException, status: int | None, code: str) -> bool:
