@@ -6,11 +6,11 @@ room, with the test that is to see it. A test that stays green is a defect; so i
 
 import argparse
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutants.runner import Copy, preload
+from tests.mutants.runner import Copy, in_jobs
 from trainer.config.yaml_text import parse_yaml
 
 HERE = Path(__file__).parent
@@ -47,6 +47,7 @@ def main() -> int:
     """Runs them, a line each; 1 if one wasn't seen."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose room or words contain this")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
     options = parser.parse_args()
     rooms = {file.stem: read_mutants(file) for file in sorted(HERE.glob("*.yaml"))}
     chosen = [
@@ -55,14 +56,16 @@ def main() -> int:
         for mutant in mutants
         if options.only in f"{room} {mutant.what}"
     ]
-    preload()
-    unseen = 0
-    with tempfile.TemporaryDirectory(prefix="trainer-mutants-") as folder:
-        copy = Copy(Path(folder, "copy"))
-        for number, (room, mutant) in enumerate(chosen, 1):
+
+    def work(mutants: Sequence[tuple[str, Mutant]], copy: Copy) -> int:
+        unseen = 0
+        for room, mutant in mutants:
             trouble = _seen(mutant, copy)
             unseen += bool(trouble)
-            print(f"{number}/{len(chosen)} {room}: {mutant.what}: {trouble or 'seen'}", flush=True)
+            print(f"{room}: {mutant.what}: {trouble or 'seen'}", flush=True)
+        return unseen
+
+    unseen = in_jobs(chosen, options.jobs, work)
     print(f"{len(chosen) - unseen} of {len(chosen)} were seen")
     return bool(unseen)
 

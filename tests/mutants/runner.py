@@ -9,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 
@@ -27,6 +28,7 @@ _PRELOADED = (
     "torchvision",
     "rich.progress",
 )
+T = TypeVar("T")
 _HANG_S = 120.0  # a test that runs longer than this with a mutant has failed
 
 
@@ -35,12 +37,6 @@ class Tried(NamedTuple):
 
     saw: list[str]
     began: int
-
-
-def preload() -> None:
-    """Imports the libraries that tests need; not the package, which is the copy's."""
-    for name in _PRELOADED:
-        importlib.import_module(name)
 
 
 class Copy:
@@ -80,6 +76,19 @@ class Copy:
             self._odd |= fails_anyway
             self._sound |= set(fresh) - fails_anyway
         return Tried([case for case in failed if case in self._sound], began)
+
+
+def in_jobs(mutants: Sequence[T], jobs: int, work: Callable[[Sequence[T], Copy], int]) -> int:
+    """Shares mutants out among forks, each with its copy; the sum of what they return (up to 255 each)."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="trainer-mutants-") as folder:
+        started = list[int]()
+        for number in range(jobs):
+            if not (job := os.fork()):
+                os._exit(min(255, work(mutants[number::jobs], Copy(Path(folder, str(number))))))
+            started.append(job)
+        return sum(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) for job in started)
 
 
 class _Recorder:

@@ -5,10 +5,8 @@ A mutant is tried on the tests that ran its lines, by a coverage database with a
 
 import argparse
 import json
-import os
 import sqlite3
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +16,7 @@ from coverage.numbits import numbits_to_nums
 
 from tests.mutants.__main__ import HERE, read_mutants
 from tests.mutants.generated import Generated, generate
-from tests.mutants.runner import ROOT, Copy, preload
+from tests.mutants.runner import ROOT, Copy, in_jobs
 
 TABLE = HERE / "table.jsonl"
 DATABASE, TIMES = ROOT / "build/mutants/coverage.db", ROOT / "build/mutants/times.xml"
@@ -85,9 +83,8 @@ def _seconds(file: Path) -> dict[str, float]:
     return seconds
 
 
-def _job(mutants: Sequence[Generated], cases: _Cases, options: argparse.Namespace, folder: Path) -> None:
-    """Tries mutants one after the other, in a copy of its own; a row for each."""
-    copy = Copy(folder)
+def _job(mutants: Sequence[Generated], cases: _Cases, options: argparse.Namespace, copy: Copy) -> int:
+    """Tries mutants one after the other; a row for each."""
     for mutant in mutants:
         lines = (copy.folder / mutant.file).read_text().splitlines(keepends=True)
         lines[mutant.first - 1 : mutant.last] = [mutant.text]
@@ -105,6 +102,7 @@ def _job(mutants: Sequence[Generated], cases: _Cases, options: argparse.Namespac
         print(
             f"{mutant.file}: {mutant.what[:90]}: {len(saw)} of {tried.began} cases of {len(of)}", flush=True
         )
+    return 0
 
 
 def main() -> int:
@@ -126,18 +124,10 @@ def main() -> int:
         for mutant in mutants_of(ROOT)
         if mutant.key not in known and options.only in f"{mutant.file} {mutant.what}"
     ]
-    preload()
-    with tempfile.TemporaryDirectory(prefix="trainer-mutants-") as folder:
-        jobs = list[int]()
-        for number in range(options.jobs):
-            if not (job := os.fork()):
-                _job(left[number :: options.jobs], cases, options, Path(folder, str(number)))
-                os._exit(0)
-            jobs.append(job)
-        bad = sum(os.waitpid(job, 0)[1] != 0 for job in jobs)
+    bad = in_jobs(left, options.jobs, lambda mutants, copy: _job(mutants, cases, options, copy))
     rows = read_table(options.out).values()
     print(f"{len(rows)} mutants; {sum(not row.saw for row in rows)} that no fast test sees")
-    return int(bad > 0)
+    return int(bad != 0)
 
 
 if __name__ == "__main__":
