@@ -157,7 +157,7 @@ def test_killed_at_every_operation(
     after: int,
     power_cut: int | None,
 ) -> None:
-    monkeypatch.setattr(files, "_CHUNK", 64)
+    monkeypatch.setattr(files, "_CHUNK", 256)
     chance = random.Random(power_cut)
     seen = set()
     at = 0
