@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
+from trainer.errors import EXIT_HANG, EXIT_REQUEUE
 from trainer.host.files import write_whole
 from trainer.launch import signals as preempt
 from trainer.launch.folder import take_request
@@ -66,13 +66,6 @@ def _stop() -> None:
 def _raise() -> None:
     (FOLDER / "raised").touch()
     raise ValueError(f"rank {RANK} is broken")
-
-
-def _bad() -> None:
-    others = [FOLDER / f"starts-{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    while not all(file.exists() for file in others):  # who comes late would be killed before it has begun
-        time.sleep(0.01)
-    raise BadInputError(f"lr: -1 is\n negative; {'make it positive'}")
 
 
 def _crash() -> None:
@@ -161,7 +154,6 @@ def _tell_paths() -> None:
 
 WHAT: dict[str, Callable[[], int | None]] = {
     "agree": _agree,
-    "bad": _bad,
     "collective": lambda: _collective(broken=False),
     "crash": _crash,
     "fail-1": lambda: _collective(broken=RANK == "1"),

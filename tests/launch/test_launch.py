@@ -202,12 +202,6 @@ def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher)
     assert code == 1 and named(text, "rank 1 of 2 1.5 SIGTERM")
 
 
-def test_bad_input_in_every_rank_is_one_line(run: Launcher) -> None:
-    run.start("bad", max_restarts=1)
-    assert run.end() == (2, "trainer: error: lr: -1 is negative; make it positive\n")
-    assert run.starts() == 1
-
-
 def test_arguments_and_variables_arrive_and_one_rank_can_ask_for_a_requeue(run: Launcher) -> None:
     words = ["$$HOME", "${local_rank}", "--signal", "--r", "--", "a b", ""]
     foreign = {
@@ -252,18 +246,24 @@ def test_ranks_import_what_the_launcher_imported(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "paths-0").read_text()) == wanted
 
 
-def test_a_restart_resumes_what_this_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing that was there before may be resumed."""
-    asked: list[str] = []
+@pytest.mark.parametrize(
+    ("codes", "asked"),
+    [([1, 0], ["never", "auto"]), ([1, 1, 0], ["never", "auto"]), ([2, 0], ["never"]), ([75, 0], ["never"])],
+)
+def test_a_restart_resumes_what_this_launch_began(
+    codes: list[int], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing that was there before may be resumed; bad input and a requeue start nothing again."""
+    seen: list[str] = []
 
     def run(_: object, __: str, request: Any, *___: object) -> tuple[list[ExitRecord], dict[str, Any]]:
-        asked.append(request["resume"])
-        return [ExitRecord(0, 2 - len(asked))], {"resume": "auto"}
+        seen.append(request["resume"])
+        return [ExitRecord(0, codes[len(seen) - 1])], {"resume": "auto"}
 
     monkeypatch.setattr(launcher.WorkerGroup, "run", run)
     local = launcher.LocalRanks(1, 1)
-    assert launcher.launch("module", {"resume": "never"}, local, max_restarts=1).code == 0
-    assert asked == ["never", "auto"]
+    launched = launcher.launch("module", {"resume": "never"}, local, max_restarts=1)
+    assert (launched.code, seen) == (codes[len(asked) - 1], asked)
 
 
 # --- one rank: no torchrun ---

@@ -86,7 +86,7 @@ def test_a_node_that_is_unlike_is_named_on_all(other: dict[str, Any], names: str
 
 
 def test_who_does_not_come_is_named_on_all() -> None:
-    cluster = Cluster(3, seconds=1.0)
+    cluster = Cluster(3, seconds=0.3)
     for one in [cluster.start(0), cluster.start(2)]:
         with refused("node 1 (b) 3", by=AbsentNodeError):
             one.result(SECONDS)

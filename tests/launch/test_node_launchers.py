@@ -20,12 +20,14 @@ START = """
 import json, sys
 from pathlib import Path
 from trainer.launch.nodes import Nodes
-from trainer.launch.launcher import LocalRanks, launch
+from trainer.launch import launcher
 from trainer.launch.meeting import Meeting
 nodes, folder, seconds, *what = sys.argv[1:]
 meeting = Meeting(Nodes(*json.loads(nodes)), 1, {}, float(seconds))
-sys.exit(launch("tests.helpers.launch_worker", {"words": [folder, *what]}, LocalRanks(1, 1),
-         grace_seconds=120.0, meeting=meeting).code)
+launcher._AFTER_FAILURE_SECONDS = 0.5
+request, local = {"words": [folder, *what]}, launcher.LocalRanks(1, 1)
+worker = "tests.helpers.launch_worker"
+sys.exit(launcher.launch(worker, request, local, grace_seconds=120.0, meeting=meeting).code)
 """
 
 
@@ -93,7 +95,7 @@ def test_a_stop_while_nodes_are_awaited(launchers: Launchers) -> None:
 
 
 def test_who_does_not_come(launchers: Launchers) -> None:
-    first = launchers.start(0, "agree", seconds=1)
+    first = launchers.start(0, "agree", seconds=0.3)
     text = first.communicate(timeout=SECONDS)[1]
     assert first.returncode == 1
     assert named(text, "node 1 (b)")

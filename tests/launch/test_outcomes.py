@@ -85,6 +85,7 @@ def test_a_stop_that_was_asked_for_is_one_line() -> None:
 def test_what_needs_no_explanation_gets_none() -> None:
     assert exit_message([DONE, REQUEUE], 2) == ""
     assert named(exit_message([BAD, RAISED, KILLED], 6), BAD.line)
+    assert exit_message([replace(BAD, rank=0), BAD], 4).count("\n") == 1, "of all ranks together"
 
 
 def test_a_failure_of_torchrun_is_told() -> None:
