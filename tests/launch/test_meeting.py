@@ -4,7 +4,6 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from trainer.launch.meeting import (
     Meeting,
     listen,
     meet,
-    read_meeting,
     wait_for_node_0,
-    write_meeting,
 )
 from trainer.launch.nodes import Nodes
 
@@ -128,10 +125,3 @@ def test_the_store_listens_at_the_address_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(socket, "getaddrinfo", lambda _, *more, **named: found("127.0.1.1", *more, **named))
     with listen("a-host", free_port()) as one:
         assert one.getsockname()[0] in ("::", "0.0.0.0")
-
-
-def test_it_arrives_as_it_was_written(tmp_path: Path) -> None:
-    assert read_meeting(tmp_path) is None
-    here = Meeting(Nodes(2, 1, "a", 29500, ("a", "b"), "--nnodes"), 2, SAME, 600.0)
-    write_meeting(tmp_path, here)
-    assert read_meeting(tmp_path) == here

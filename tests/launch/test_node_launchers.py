@@ -92,10 +92,3 @@ def test_a_stop_while_nodes_are_awaited(launchers: Launchers) -> None:
     until(lambda: _listens(launchers.port))
     first.send_signal(signal.SIGTERM)
     assert first.wait(SECONDS) == 75
-
-
-def test_who_does_not_come(launchers: Launchers) -> None:
-    first = launchers.start(0, "agree", seconds=0.3)
-    text = first.communicate(timeout=SECONDS)[1]
-    assert first.returncode == 1
-    assert named(text, "node 1 (b)")

@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers.refusals import named
 from trainer.launch.exit_record import (
-    TORCHRUN,
     ExitRecord,
     by_memory,
     crashed,
@@ -86,12 +85,6 @@ def test_what_needs_no_explanation_gets_none() -> None:
     assert exit_message([DONE, REQUEUE], 2) == ""
     assert named(exit_message([BAD, RAISED, KILLED], 6), BAD.line)
     assert exit_message([replace(BAD, rank=0), BAD], 4).count("\n") == 1, "of all ranks together"
-
-
-def test_a_failure_of_torchrun_is_told() -> None:
-    error = ExitRecord(TORCHRUN, 1, traceback="RuntimeError: no store\n")
-    silent = ExitRecord(0, 1, "was stopped", consequence=True)
-    assert exit_message([error, silent], 2).startswith("trainer: torchrun failed:\nRuntimeError: no store\n")
 
 
 def _raised(*messages: str) -> BaseException:
