@@ -38,7 +38,7 @@ AT_ONCE = 6  # they mostly wait
 # Ranks, where one of them hangs, and sections of the recipe. What sets other phases apart is that a rank has
 # said where it is: `test_each_phase_is_said`.
 HANGS: dict[str, tuple[int, Hang, dict[str, Any]]] = {
-    "stopped": (2, Hang(0, "stopped", 5), {}),
+    "stopped": (2, Hang(1, "stopped", 5), {}),
     # Those of its own group wait in a gathering, the other group for the sum over both.
     "sharded": (4, Hang(2, "forward", 3), {"parallel": {"strategy": "hsdp", "shard": 2}}),
 }
@@ -66,7 +66,7 @@ class CommandLine:
         self._folder = tempfile.TemporaryDirectory(prefix="hang-")
         self._began, folder = time.monotonic(), Path(self._folder.name)
         (folder / "sitecustomize.py").write_text(INJECTED.replace("SLEEP", sleep))
-        words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s=3"
+        words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s=2"
         words += " parallel.threads=1 model.width=4 log.to=[jsonl]"
         self._process = preloaded.Popen(
             [sys.executable, "-m", "trainer", *words.split(), "--out", folder / "run"],

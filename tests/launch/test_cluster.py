@@ -84,8 +84,6 @@ def test_a_step_of_slurm_says_it() -> None:
     assert rank_variables(STEP) == {}
     wanted = ["n1", "gpu-08", "gpu-09", "gpu-10", "gpu-3", "rack1-n2"]
     assert expand("n1,gpu-[08-10,3],rack1-n[2]") == wanted
-        *["n1", "gpu-08", "gpu-09", "gpu-10", "gpu-3", "rack1-n2"]
-    ]
 
 
 def test_the_script_of_a_slurm_job_of_two_nodes_must_use_srun() -> None:

@@ -244,7 +244,7 @@ def test_ranks_import_what_the_launcher_imported(tmp_path: Path) -> None:
 def test_a_restart_resumes_what_this_launch_began(
     codes: list[int], asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nothing that was there before may be resumed; bad input starts nothing again, nor does 75."""
+    """Also where nothing that was there before may be resumed; after 2 and 75 nothing is started again."""
     seen: list[str] = []
 
     def run(_: object, __: str, request: Any, *___: object) -> tuple[list[ExitRecord], dict[str, Any]]:
