@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.forked import attempt, replace, small
+from tests.helpers.forked import attempt, replace
+from tests.helpers.marked import flip
 from tests.helpers.refusals import named
 from trainer import cli
 from trainer.commands.verify.recorded import read_recorded
@@ -22,19 +23,8 @@ from trainer.runs.manifest import Manifest, read_facts, update_manifest
 from trainer.train import recording
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, with rows of every kind."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    ended = attempt(folder, small(log={"every": 2, "to": ["jsonl"]}))
-    assert ended.code == 0, ended.said
-    return folder
-
-
 def _flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1  # a digit stays a digit: the line can still be read
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2, 0)  # a digit stays a digit: the line can still be read
 
 
 def test_a_flipped_byte_is_named_wherever_it_is(whole: Path, tmp_path: Path) -> None:
