@@ -188,10 +188,9 @@ def test_steps_that_are_not_over_yet_are_read_later() -> None:
     assert marks.read().steps == 0
 
 
-@pytest.mark.parametrize("log_every", [4, 50])
-def test_the_first_steps_explain_themselves_alone(log_every: int) -> None:
+def test_the_first_steps_explain_themselves_alone() -> None:
     """Loading cuDNN and compiling take seconds of the first steps: of those, and of no others."""
-    clock, start = Box(), 0.0
+    clock, start, log_every = Box(), 0.0, 4
     marks, rows = DeviceTimeline(clock.event), list[dict[str, float]]()
     PHASE_TIMER.reset()
     host = clock_reading(0)

@@ -206,12 +206,8 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
 
         jsonl_sink = sinks.jsonl_sink
         replace(sinks, "jsonl_sink", sink_of)
-        failing = (
-            (RecordWriter, "write"),
-            (RecordWriter, "flush"),
-            (manifest, "write_json"),
-            (store, "commit"),
-        )
+        failing = [(RecordWriter, "write"), (RecordWriter, "flush")]
+        failing += [(manifest, "write_json"), (store, "commit")]
 
         def fills(done: int) -> None:
             for thing, name in failing if done == 3 else ():
