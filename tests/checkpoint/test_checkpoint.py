@@ -1,17 +1,12 @@
 """Promise: whenever a write ends, and whatever happens to the files, the newest good checkpoint is found."""
 
 import json
-import mmap
-import os
 import random
 import shutil
-import signal
-import struct
 import subprocess
 import time
 from collections.abc import Callable
 from errno import ENOSPC
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +18,6 @@ import torch
 from tests.helpers.faulty_disk import Disk, Killed
 from tests.helpers.marked import Tensors, flip, hidden, mark_of, marked, resum, save
 from tests.helpers.refusals import named
-from tests.helpers.waiting import until
 from trainer.checkpoint import tensor_file
 from trainer.checkpoint.folder import read
 from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
@@ -228,46 +222,6 @@ def test_refused_at_every_operation(
 
 
 # Real kills.
-
-
-def write_for_ever(folder: Path, step: int, acknowledged: mmap.mmap) -> None:
-    remove_leftovers(folder)
-    while True:
-        step += 1
-        for _ in range(1 + (step % 3 == 0)):
-            write(folder, step, marked(step, 40_000), {"mark": step})
-        acknowledged[:8] = struct.pack("<q", step)
-        prune(folder, keep_last=2, best=1)
-
-
-def _acknowledges(told: mmap.mmap, least: int) -> bool:
-    return bool(struct.unpack("<q", told[:8])[0] >= least)
-
-
-def test_killed_for_real(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    acknowledged = mmap.mmap(-1, 8)
-    chance = random.Random(2)
-    step = 0
-    for _ in range(8):
-        child = os.fork()
-        if child == 0:
-            try:
-                write_for_ever(folder, step, acknowledged)
-            finally:
-                os._exit(1)
-        until(partial(_acknowledges, acknowledged, step + 1))
-        time.sleep(chance.uniform(0.0, 0.02))  # anywhere in a write
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "the child failed by itself"
-        promised = struct.unpack("<q", acknowledged[:8])[0]
-        found, skipped = newest_good(folder)
-        assert not skipped
-        step = mark_of(folder) or 0
-        assert step >= promised
-        assert found is None or found.tensors["model"]["b"].shape == (40_000,)
-    assert step >= 8
 
 
 # Listing, pruning.

@@ -1,13 +1,8 @@
 """The allocator of GPU memory is chosen before torch starts, and what it needs is said before it hurts."""
 
-from collections.abc import Mapping
-
 import pytest
 
 from trainer.config.model import Allocator
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe
-from trainer.config.section import validated
 from trainer.errors import BadInputError
 from trainer.host.allocator import allocator_variables, check_allocator
 
@@ -76,20 +71,3 @@ def test_what_is_missing_is_said_before_anything_is_allocated(
 ) -> None:
     with pytest.raises(BadInputError, match=message):
         check_allocator(choice, environ, lambda: driver)
-
-
-def recipe(settings: Mapping[str, str]) -> Recipe:
-    words = [f"{key}={value}" for key, value in settings.items()]
-    return validated(Recipe, override(read_recipe("digits"), words), "digits")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"memory.allocator": "asinc"}, "did you mean 'async'"),
-        ({"memory.allocator": "async", "compile.mode": "reduce-overhead"}, "can't serve CUDA graphs"),
-    ],
-)
-def test_what_does_not_go_together(settings: dict[str, str], message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
-        recipe(settings)

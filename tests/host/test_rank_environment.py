@@ -130,25 +130,9 @@ def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.Mo
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_a_real_run_says_where_its_ranks_are(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = (
-        "max_steps=2",
-        "evaluation.every=end",
-        "parallel.cpu_binding=cores",
-        "data.micro_batch_size=32",
-    )
-    words = [word for setting in (*settings, "parallel.threads=1") for word in ("--set", setting)]
-    trained = [
-        sys.executable,
-        "-m",
-        "trainer",
-        "train",
-        "digits",
-        "--nproc-per-node",
-        "2",
-        "--out",
-        str(out),
-        *words,
-    ]
+    settings = "max_steps=2 evaluation.every=end parallel.cpu_binding=cores data.micro_batch_size=32"
+    words = ["train", "digits", *settings.split(), "parallel.threads=1"]
+    trained = [sys.executable, "-m", "trainer", *words, "--nproc-per-node", "2", "--out", str(out)]
     done = preloaded.run(trained)
     assert done.returncode == 0, done.stdout + done.stderr
     (note,) = [one for one in json.loads((out / "manifest.json").read_text())["notes"] if "CPUs" in one]

@@ -15,7 +15,7 @@ from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer.data.batch import Batch
 from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock
-from trainer.observe.flops import Count, peak_flops, waits
+from trainer.observe.flops import Count, peak_flops
 from trainer.observe.log import Sources
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
 from trainer.observe.timeline import (
@@ -294,21 +294,6 @@ def test_who_waits_for_the_device_is_named_with_its_line(device: torch.device) -
     assert file == __file__
     assert "the line that is named" in open(file).read().splitlines()[int(number) - 1]  # noqa: PTH123, SIM115
     assert count.per_sample == OPERATIONS  # where shapes alone don't do, a few samples
-
-
-def test_copies_to_the_host_wait_unless_they_are_told_not_to() -> None:
-    gpu, host = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
-
-    def wait(name: str, *args: Any, **kwargs: Any) -> bool:
-        return waits(name, args, kwargs, gpu.device)
-
-    assert wait("aten::_to_copy", gpu, device="cpu")
-    assert wait("aten::copy_", host, gpu)
-    assert not wait("aten::copy_", host, gpu, True)
-    assert not wait("aten::_to_copy", gpu, device="cpu", non_blocking=True)
-    assert not wait("aten::_to_copy", gpu, dtype=torch.float16)
-    assert wait("aten::_local_scalar_dense", gpu)
-    assert not wait("aten::_local_scalar_dense", host)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 import dataclasses
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.slowdowns import bases, gpu, record
-from benchmarks.slowdowns.cases import FIRST
-from benchmarks.slowdowns.run import execute
+from benchmarks.slowdowns import gpu, record
 from trainer.config.training import CheckpointConfig, EvaluationConfig
 from trainer.observe.advice import host_clock
 from trainer.observe.diagnosis import Facts, diagnose_run, fewer_checkpoints, fewer_evaluations
@@ -115,18 +112,6 @@ def test_no_loader_advice_where_the_device_is_busy() -> None:
     advised = [kept for kept in gpu.records() if float(kept.figures["gpu/utilization"]) >= 0.7]
     assert advised
     assert not [kept.name for kept in advised if kept.judged_again().cause.startswith("data-")]
-
-
-@pytest.mark.slow
-def test_a_case_of_make_slowdowns_is_run_and_says_something(tmp_path: Path) -> None:
-    """What it names depends on what else this machine does: `make slowdowns` looks at that."""
-    case = next(case for case in FIRST if case.name == "digits-collect")
-    bases.write_recipes(tmp_path)
-    settings = ("max_steps=10", "log.every=2", "parallel.threads=1", *case.settings)
-    ending = execute(case.recipe, settings, case.injections, tmp_path, "collect", case.ranks, seconds=1200.0)
-    assert ending.code == 0, ending.text
-    assert ending.verdict["text"]
-    assert sum(row.get("time/gc", 0.0) for row in ending.rows if row["kind"] == "train") > 0
 
 
 EVERY, MINUTES, BEST, EVALUATED = (
