@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from tests.helpers.faulty_disk import Disk, Killed
-from tests.helpers.marked import Tensors, flip, hidden, mark_of, marked, resum, save
+from tests.helpers.marked import Tensors, flip, hidden, mark_of, marked, save
 from tests.helpers.refusals import named
 from trainer.checkpoint import tensor_file
 from trainer.checkpoint.folder import read
@@ -74,15 +74,6 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
     subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=path, check=True, capture_output=True)
     loaded = safetensors.torch.load_file(path / "model.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in marked(12)["model"].items())
-
-
-def test_the_library_s_files_are_read(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)
-    tensors = {"a": torch.randn(3, 5), "b": torch.tensor(True), "c": torch.randn(7).bfloat16()}
-    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    resum(path)
-    got = read(path).tensors["model"]
-    assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ import torch
 from tests.helpers import digits_steps
 from tests.helpers.digits_steps import train_digits
 from tests.helpers.refusals import named
-from tests.helpers.toys import make_recipe, rows_to
+from tests.helpers.toys import make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, check_agreement
 from trainer.errors import BadInputError
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.loop import train
 
 DIGITS = digits_steps.DIGITS
 
@@ -73,22 +72,6 @@ def test_worlds_agree_with_every_part_of_the_recipe(ranks: Ranks) -> None:
     assert torch.allclose(together, alone, rtol=2e-2)
     for name, tensor in answers[1][2].items():
         assert torch.equal(tensor, answers[0][2][name]), name
-
-
-def logged_rows(world: World) -> list[Any]:
-    recipe = make_recipe(**DIGITS | {"log": {"every": 2}})
-    run = build(recipe, make_task(recipe), world, workers=0)
-    rows: list[Any] = []
-    train(run, rows_to(run, rows.append))
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if row["kind"] == "train"]
-
-
-def test_every_rank_logs_the_loss_of_all(ranks: Ranks) -> None:
-    (alone,) = ranks.run(1, logged_rows)
-    for size in (2, 4):
-        answers = ranks.run(size, logged_rows)
-        assert all(answer == answers[0] for answer in answers)
-        assert torch.allclose(torch.tensor(answers[0]), torch.tensor(alone), rtol=1e-3)
 
 
 def disagree(world: World) -> str:

@@ -5,7 +5,6 @@ that it takes, and a line in `FOLDER/starts-RANK` for each start. The launcher h
 request, torchrun as arguments.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -66,10 +65,6 @@ def _stop() -> None:
 def _raise() -> None:
     (FOLDER / "raised").touch()
     raise ValueError(f"rank {RANK} is broken")
-
-
-def _crash() -> None:
-    ctypes.string_at(0)
 
 
 def _once() -> None:
@@ -155,7 +150,6 @@ def _tell_paths() -> None:
 WHAT: dict[str, Callable[[], int | None]] = {
     "agree": _agree,
     "collective": lambda: _collective(broken=False),
-    "crash": _crash,
     "fail-1": lambda: _collective(broken=RANK == "1"),
     "fail-in-collective": lambda: _collective(broken=True),
     "hang": _hang,

@@ -112,16 +112,8 @@ class Started:
 
 def slurm_tasks(ranks: int, port: int) -> list[dict[str, str]]:
     """Variables of the tasks of a step on one node, a task for each rank, as `env` prints them there."""
-    step = {
-        "SLURM_JOB_ID": "1234",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NUM_TASKS": str(ranks),
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": str(ranks),
-        "MASTER_PORT": str(port),
-    }
+    printed = "SLURM_JOB_ID=1234 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=localhost SLURM_STEP_ID=0"
+    printed += f" SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS={ranks} SLURM_STEP_NODELIST=localhost"
+    printed += f" SLURM_NODEID=0 SLURM_NTASKS={ranks} MASTER_PORT={port}"
+    step = dict(word.split("=") for word in printed.split())
     return [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks)]

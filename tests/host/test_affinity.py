@@ -69,10 +69,6 @@ def test_who_gets_which_cpus(binding: str, places: list[int | None], wanted: lis
     assert found == shares(*wanted, pinned=binding == "cores")
 
 
-def test_a_single_node_is_left_alone() -> None:
-    assert share_cpus("auto", topology(1, 8, 2), [0, 0]) == CpuShares()
-
-
 def test_the_topology_of_a_container(tmp_path: Path) -> None:
     near = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     root = plant(

@@ -42,12 +42,9 @@ def test_v2(tmp_path: Path) -> None:
     )
     found = read_limits(root)
     assert (found.cpus, found.memory_bytes, found.shm_bytes, found.pids) == (1.5, 6 * GIB, 0, 4096)
-    assert found.sources == {
-        "cpus": "/sys/fs/cgroup/cpu.max",
-        "memory_bytes": "/sys/fs/cgroup/memory.high",
-        "shm_bytes": "/dev/shm",
-        "pids": "/sys/fs/cgroup/pids.max",
-    }
+    group = "/sys/fs/cgroup"
+    wanted = {"cpus": f"{group}/cpu.max", "memory_bytes": f"{group}/memory.high", "shm_bytes": "/dev/shm"}
+    assert found.sources == {**wanted, "pids": f"{group}/pids.max"}
 
 
 def test_v2_stricter_ancestors_win(tmp_path: Path) -> None:
@@ -107,40 +104,39 @@ def test_v1(tmp_path: Path) -> None:
 V1_MEMORY = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 
 
-@pytest.mark.parametrize(
-    ("files", "kills"),
-    [
-        (
-            {
-                "/proc/self/cgroup": "4:memory:/job\n0::/",
-                "/proc/self/mountinfo": V1_MEMORY,
-                "/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7",
-                "/sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2",
-            },
-            2,
-        ),
-        (
-            {  # a container: its path is the host's, and the mount's root is its own
-                "/proc/self/cgroup": "4:memory:/docker/0123\n0::/",
-                "/proc/self/mountinfo": V1_MEMORY,
-                "/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
-            },
-            1,
-        ),
-        (
-            {  # a neighbor's kills count in what is around both
-                "/proc/self/cgroup": "0::/pod/train",
-                "/proc/self/mountinfo": V2_MOUNT,
-                "/sys/fs/cgroup/pod/memory.events": "max 5\noom 4\noom_kill 4\noom_group_kill 0",
-                "/sys/fs/cgroup/pod/train/memory.events": "low 0\nhigh 0\nmax 3\noom 2\noom_kill 0",
-            },
-            0,
-        ),
-        ({"/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0"}, 0),
-        ({}, 0),
-    ],
-    ids=["v1", "v1-container", "v2", "old-kernel", "none"],
-)
+V1 = "/sys/fs/cgroup/memory"
+KILLS: dict[str, tuple[dict[str, str], int]] = {
+    "v1": (
+        {
+            "/proc/self/cgroup": "4:memory:/job\n0::/",
+            "/proc/self/mountinfo": V1_MEMORY,
+            f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7",
+            f"{V1}/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2",
+        },
+        2,
+    ),
+    "v1, a container's mount": (
+        {
+            "/proc/self/cgroup": "4:memory:/docker/0123\n0::/",
+            "/proc/self/mountinfo": V1_MEMORY,
+            f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
+        },
+        1,
+    ),
+    "v2, a neighbor's": (
+        {
+            "/proc/self/cgroup": "0::/pod/train",
+            "/proc/self/mountinfo": V2_MOUNT,
+            "/sys/fs/cgroup/pod/memory.events": "max 5\noom 4\noom_kill 4\noom_group_kill 0",
+            "/sys/fs/cgroup/pod/train/memory.events": "low 0\nhigh 0\nmax 3\noom 2\noom_kill 0",
+        },
+        0,
+    ),
+    "an old kernel": ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0"}, 0),
+}
+
+
+@pytest.mark.parametrize(("files", "kills"), KILLS.values(), ids=KILLS)
 def test_kills_for_memory_are_counted(tmp_path: Path, files: dict[str, str], kills: int) -> None:
     assert out_of_memory_kills(plant(tmp_path, files)) == kills
 

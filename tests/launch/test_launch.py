@@ -291,14 +291,6 @@ def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
     assert run.starts() == 1
 
 
-def test_a_fault_in_native_code_shows_where(run: Launcher) -> None:
-    run.start("crash", processes=1)
-    code, text = run.end()
-    assert code == 1
-    assert text.startswith("trainer: rank 0 of 1 failed:\nwas killed by SIGSEGV")
-    assert "worker.py" in text
-
-
 def test_what_a_rank_leaves_behind_is_ended(run: Launcher) -> None:
     run.start("leave-a-child", processes=1)
     assert run.end() == (0, "")

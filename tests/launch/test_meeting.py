@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.helpers.ports import free_port
 from tests.helpers.refusals import named, refused
@@ -24,25 +25,11 @@ from trainer.launch.nodes import Nodes
 SAME = {"trainer": "1", "configuration": "abc"}
 
 
-class Store(dict[str, Any]):
-    """A store of nodes in this process."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def add(self, key: str, number: int) -> int:
-        self[key] = self.get(key, 0) + number
-        return int(self[key])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
 class Cluster:
     """Nodes that meet, each in a thread."""
 
     def __init__(self, total: int = 2, seconds: float = SECONDS) -> None:
-        self.store, self.said = Store(), list[str]()
+        self.store, self.said = HashStore(), list[str]()
         names = ("a", "b", "c")[:total]
         nodes = Nodes(total, 0, "127.0.0.1", 29500, names)
         self.usual = Meeting(nodes, 2, SAME, seconds)
@@ -93,7 +80,7 @@ def test_who_does_not_come_is_named_on_all() -> None:
 def test_two_nodes_with_one_number() -> None:
     cluster = Cluster(3)
     waiting = [cluster.start(0), cluster.start(1)]
-    until(lambda: "node-1" in cluster.store)
+    until(lambda: cluster.store.check(["node-1"]))
     again = cluster.start(1)
     with refused("node 1"):
         waiting[1].result(SECONDS)  # the later one counts: it may have been started again

@@ -1,6 +1,5 @@
 """Promise: `--profile` shows the time by operator and module, and doesn't change the run."""
 
-import argparse
 import gc
 import gzip
 import json
@@ -14,15 +13,9 @@ import torch
 from torch import nn
 
 from tests.helpers.clock import Clock
-from trainer.cli import make_parser
-from trainer.commands.train import options_of
-from trainer.config.recipe_file import load_recipe
-from trainer.launch.launcher import Launched
 from trainer.observe import phases, profile as profile_module
 from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
 from trainer.observe.profile import TRACE, Profile
-from trainer.train.request import Request, from_json
-from trainer.train.start import job as starting
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")
@@ -153,21 +146,3 @@ def test_it_does_nothing_outside_its_steps(tmp_path: Path) -> None:
         sys.setprofile(None)
         gc.enable()
     assert calls == ["step_done"] * 100 + [test_it_does_nothing_outside_its_steps.__name__]  # setprofile
-
-
-@pytest.mark.parametrize(("flag", "kind"), [("--profile", "torch"), (None, None)])
-def test_the_flag_reaches_the_ranks(
-    flag: str | None, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passed: list[dict[str, Any]] = []
-
-    def launch(_: str, request: dict[str, Any], *__: Any, **___: Any) -> Launched:
-        passed.append(request)
-        return Launched(0, request)
-
-    monkeypatch.setattr(starting, "launch", launch)
-    words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
-    options: argparse.Namespace = make_parser().parse_args([*words, *([flag] if flag else [])])
-    assert options.profile == kind
-    assert starting.start(options_of(options), load_recipe("digits", ["device=cpu"]), auto=False) == 0
-    assert from_json(Request, passed[0]).profile == kind

@@ -33,7 +33,7 @@ from trainer.host.files import (
 )
 from trainer.launch.nodes import LOGS
 from trainer.observe.sinks import jsonl_sink, keep_rows, tensorboard_sink
-from trainer.runs.folder import check_inside, checkpoints_of, lock
+from trainer.runs.folder import check_inside, lock
 
 _MOST = 8  # attempts, each with more names that were refused put back
 _SECONDS = 60  # a command that reads something endless never ends
@@ -361,14 +361,3 @@ def test_no_name_in_a_run_folder_holds_a_command_up(written: tuple[Path, Path], 
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert status == 0, now.read_text()
-
-
-def test_a_run_folder_that_is_a_link_is_taken_and_read(tmp_path: Path, written: tuple[Path, Path]) -> None:
-    shutil.copytree(written[0], tmp_path / "scratch")
-    (tmp_path / "scratch" / ".tmp-0123456789abcdef-model.safetensors").write_bytes(b"what a kill left")
-    (run := tmp_path / "run").symlink_to("scratch")
-    ended = attempt(run, TALKATIVE)
-    assert ended.code == 0, ended
-    assert (tmp_path / "scratch" / "report.html").is_file()
-    assert not [*run.glob(".tmp-*")] and checkpoints_of(run).is_dir()
-    assert cli.main(["runs", str(run)]) == 0
