@@ -1,5 +1,6 @@
 """Promise: whenever a write ends, and whatever happens to the files, the newest good checkpoint is found."""
 
+import itertools
 import json
 import random
 import shutil
@@ -130,9 +131,9 @@ CHANGES = [
 IDS = ["new", "same", "damaged", "prune"]
 
 
-@pytest.mark.parametrize("power_cut", [None, 2], ids=["kill", "power"])
+@pytest.mark.parametrize("fault", ["kill", "power", "refusal"])
 @pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
-def test_killed_at_every_operation(
+def test_stopped_at_every_operation(
     tmp_path: Path,
     disk: Callable[..., Disk],
     monkeypatch: pytest.MonkeyPatch,
@@ -140,33 +141,32 @@ def test_killed_at_every_operation(
     change: Callable[[Path], None],
     allowed: set[int],
     after: int,
-    power_cut: int | None,
+    fault: str,
 ) -> None:
     monkeypatch.setattr(files, "_CHUNK", 256)
-    chance = random.Random(power_cut)
-    seen = set()
-    at = 0
+    chance, seen = random.Random(2), set()
     disk()
     before(tmp_path / "before")
-    while True:
+    for at in itertools.count():
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"at-{at}")
-        dying = disk(at)
+        faulty = disk(at, ENOSPC if fault == "refusal" else None)
+        finished = True
         try:
             change(folder)
-        except Killed:
-            pass
-        else:
-            if power_cut is not None:
-                dying.cut_power(folder, chance)
-            disk()
-            break
-        if power_cut is not None:
-            dying.cut_power(folder, chance)
+        except (Killed, OSError) as stopped:
+            assert not isinstance(stopped, OSError) or stopped.errno == ENOSPC
+            finished = False
+        if fault == "power":
+            faulty.cut_power(folder, chance)
         disk()
         mark = mark_of(folder)
-        assert mark in allowed
+        assert mark in ({after} if finished else allowed)
+        if faulty.done <= at:
+            break
         seen.add(mark)
-        if before is not same_step_damaged:
+        if fault == "refusal":
+            assert finished or change is not second or not hidden(folder)
+        elif before is not same_step_damaged:
             assert all(entry.problem is None for entry in listing(folder, verify=True))
         # And everything goes on from here.
         remove_leftovers(folder)
@@ -176,43 +176,7 @@ def test_killed_at_every_operation(
         assert mark_of(folder) == 2 or before is several
         assert len(list(folder.iterdir())) <= 2
         shutil.rmtree(folder)
-        at += 1
-    assert at > 10
-    assert mark_of(folder) == after and seen == allowed
-
-
-@pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
-def test_refused_at_every_operation(
-    tmp_path: Path,
-    disk: Callable[..., Disk],
-    before: Callable[[Path], None],
-    change: Callable[[Path], None],
-    allowed: set[int],
-    after: int,
-) -> None:
-    at = 0
-    disk()
-    before(tmp_path / "before")
-    while True:
-        folder = shutil.copytree(tmp_path / "before", tmp_path / f"at-{at}")
-        refusing = disk(at, ENOSPC)
-        try:
-            change(folder)
-            finished = True
-        except OSError as refused:
-            finished = False
-            assert refused.errno == ENOSPC
-        disk()
-        assert mark_of(folder) in ({after} if finished else allowed)
-        if change is second and not finished:
-            assert not hidden(folder)
-        if refusing.done <= at:
-            break
-        shutil.rmtree(folder)
-        at += 1
-
-
-# Real kills.
+    assert at > 10 and (seen == allowed or fault == "refusal")
 
 
 # Listing, pruning.

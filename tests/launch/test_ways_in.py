@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.waiting import until
-from tests.helpers.ways import RAISED, RANKS, Ended, Job, Started
+from tests.helpers.ways import OWN, RAISED, RANKS, Ended, Job, Started
 
 # How a case ends: its exit code, its lines on standard error, and its folder: `run` where a run is in it,
 # `rest` where a folder without a run is left.
@@ -28,35 +28,6 @@ ENDS = {
 }
 REFUSED = (2, 1, "none")
 
-OWN = """
-import numpy as np
-from torch import nn
-from torch.nn import functional as F
-
-RECIPE = {
-    "max_steps": 6,
-    "data": {"global_batch_size": 8, "micro_batch_size": 4, "workers": 0},
-    "evaluation": {"every": "end"},
-    "parallel": {"threads": 1, "reduction": "tree"},
-    "log": {"every": 2, "to": ["jsonl"]},
-    "checkpoint": {"every": 0, "minutes": 0, "best": False},
-}
-
-
-class Own:
-    def data(self):
-        x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
-        return {"x": x, "y": x[:, :1]}, {"x": x[:30], "y": x[:30, :1]}
-
-    def model(self):
-        return nn.Linear(2, 1)
-
-    def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}
-"""
 HOOK = """
 class Watch:
     def after_step(self, row):

@@ -1,13 +1,9 @@
 """Promise: a run folder has one owner, its rows fit its checkpoints, and a full disk loses no training."""
 
-import contextlib
 import errno
-import multiprocessing
 import os
 import re
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +12,17 @@ import pytest
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
-from tests.helpers.run_folders import same
+from tests.helpers.run_folders import held, same
 from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
 from trainer.errors import BadInputError
 from trainer.observe.sinks import keep_rows
-from trainer.runs.folder import claim_folder, lock, remove_unused
+from trainer.runs.folder import claim_folder, remove_unused
 from trainer.runs.manifest import read_stored
 from trainer.train.components.memory import check_space
 from trainer.train.components.task import make_task
 
 # One run at a time.
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[Any]:
-    """A process that holds a folder's lock, and has a child of its own that outlives it."""
-
-    def hold(ready: Any) -> None:
-        lock(folder)
-        if (child := os.fork()) == 0:
-            time.sleep(600)
-            os._exit(0)
-        ready.send(child)
-        time.sleep(600)
-
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(theirs,))
-    process.start()
-    child = ours.recv()
-    try:
-        yield process
-    finally:
-        process.kill()
-        os.kill(child, signal.SIGKILL)
 
 
 def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
