@@ -191,9 +191,8 @@ def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    world = World(0, 1, 0, torch.device("cpu"), None)
     small, large = (make_recipe(model={"width": width}) for width in (4, 8))
-    run, other = (build(recipe, make_task(recipe), world, 0) for recipe in (small, large))
+    run, other = (build(recipe, make_task(recipe), ALONE, 0) for recipe in (small, large))
     write(tmp_path, 3, tensors_of(run.state), numbers_of(run.state, [0.0]))
     before = {name: tensor.clone() for name, tensor in other.state.model.state_dict().items()}
     with refused("checkpoint"):
@@ -201,19 +200,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state.model.state_dict().items())
 
 
+SIGNALED = """
+import os, signal, sys
+from trainer import cli
+from trainer.launch import signals
+
+def now(*given, end=signals.end_on_signal):
+    end(*given)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signals.end_on_signal = now
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def test_a_signal_before_the_launch_ends_at_once(tmp_path: Path) -> None:
     """With 75, as there is a checkpoint to go on from."""
     (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
-    before = (
-        "import os, signal, sys\n"
-        "from trainer import cli\n"
-        "from trainer.launch import signals as preempt\n"
-        "real = preempt.end_on_signal\n"
-        "def now(*a): real(*a); os.kill(os.getpid(), signal.SIGTERM)\n"
-        "preempt.end_on_signal = now; sys.exit(cli.main(sys.argv[1:]))"
-    )
     words = ["train", "digits", "--out", str(tmp_path / "run")]
-    done = preloaded.run([sys.executable, "-c", before, *words], cwd=ROOT)
+    done = preloaded.run([sys.executable, "-c", SIGNALED, *words], cwd=ROOT)
     assert done.returncode == 75, done.stderr
     assert named(done.stderr, "SIGTERM")
     assert done.stderr.count("\n") == 1

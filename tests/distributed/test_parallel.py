@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.refusals import refused
 from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
@@ -47,17 +46,6 @@ def test_compressed_gradients_are_the_sum_of_rounded_ones(ranks: Ranks) -> None:
     assert torch.equal(rounded[0][0], rounded[0][0].bfloat16().float()), "not what travelled in bfloat16"
     error = (rounded[0][0] - right).abs().max() / right.abs().max()
     assert 1e-6 < float(error) < 2 * 2**-8
-
-
-def test_training_is_the_same(ranks: Ranks) -> None:
-    """Where unused parameters are looked for."""
-    plain = ranks.run(2, train_digits, DIGITS, 0)
-    parallel = {"threads": 1, "find_unused_parameters": True, "bucket_mb": 1}
-    other = ranks.run(2, train_digits, DIGITS | {"parallel": parallel}, 0)
-    for (losses, _, _), (expected, _, _) in zip(other, plain, strict=True):
-        assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4)
-    for name, tensor in other[1][2].items():
-        assert torch.equal(tensor, other[0][2][name]), f"{name} differs between ranks"
 
 
 def synchronized(world: World, shape: tuple[int, ...], steps: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.helpers import forked, hangs, preloaded
 from tests.helpers.hangs import Ending, Hang, Job, hang, is_named, recipe_of
@@ -215,27 +216,10 @@ def test_slow_progress_is_no_hang(
         assert watched(monkeypatch, lambda: phases.enter_phase("forward"), *now_and_then) > 0
 
 
-class Store(dict[str, Any]):
-    """A store of ranks in this process."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def append(self, key: str, value: str) -> None:
-        self[key] = self.get(key, b"") + value.encode()
-
-    def add(self, key: str, number: int) -> int:
-        self[key] = self.get(key, 0) + number
-        return int(self[key])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
     """The watchdogs of three ranks."""
-    store = Store()
+    store = HashStore()
     monkeypatch.setattr(watchdog_module, "store_client", lambda *_: store)
     config = ParallelConfig(hang_s=0.02, timeout_s=200)
     return [Watchdog(World(rank, 3, 0, torch.device("cpu"), None), config) for rank in range(3)]
@@ -272,10 +256,10 @@ def test_a_store_that_is_gone_says_nothing(ranks: list[Watchdog], monkeypatch: p
     def gone(*_: object) -> None:
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(Store, "add", gone)
+    monkeypatch.setattr(HashStore, "add", gone)
     assert ranks[1].job_state(True, 7) == ("runs", 7)
-    monkeypatch.setattr(Store, "append", gone)
-    monkeypatch.setattr(Store, "get", gone)
+    monkeypatch.setattr(HashStore, "append", gone)
+    monkeypatch.setattr(HashStore, "get", gone)
     places = ranks[1].places_of_all(Place(1, 5, 2, "communication"))
     line, behind = waited_for(places, 3, 4.0)  # it was in rank 0, or on its host
     assert behind == [0] and named(line, "rank 0 rank 1 communication")

@@ -24,7 +24,7 @@ from trainer.train import loop
 from trainer.train.loop import train
 
 
-def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
+def run_logged(log_every: int, sinks: list[Any]) -> Any:
     recipe = make_recipe(
         epochs=5,
         data={"global_batch_size": 8, "micro_batch_size": 4},
@@ -39,7 +39,7 @@ def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any
                 sink(row)
 
     out = rows_to(run, train_rows)
-    with mock.patch.object(loop, "next_evaluation", lambda *_: evaluation_at):
+    with mock.patch.object(loop, "next_evaluation", lambda *_: -1):
         train(run, out)
     return out.logger
 

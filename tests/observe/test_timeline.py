@@ -145,28 +145,18 @@ class Event:
         return float(end_event.at - self.at) * 1e3
 
 
-def on_a_device(
-    host: dict[str, float], device: dict[str, float], steps: int = 16, first: int = 0
-) -> tuple[DeviceTimes, Box]:
-    """What the timeline says of steps whose phases take so long on the host and on the device."""
-    clock = Box()
-    marks = DeviceTimeline(clock.event, first=first)
-    for step in range(1, steps + 1):
+def test_a_device_that_waits_for_data_says_so() -> None:
+    clock, work = Box(), {"forward": 0.010, "backward": 0.020, "update": 0.002}
+    marks = DeviceTimeline(clock.event, first=0)
+    for step in range(1, 17):
         PHASE_TIMER.step = step
         for phase in ("data", "host", "forward", "backward", "update", "logging"):
             marks(phase)
-            clock.now += host.get(phase, 10e-6)
-            if phase in device:
-                clock.launch(device[phase])
+            clock.now += 0.050 if phase == "data" else 10e-6
+            if phase in work:
+                clock.launch(work[phase])
     clock.now = clock.free_at
-    return marks.read(), clock
-
-
-WORK = {"forward": 0.010, "backward": 0.020, "update": 0.002}
-
-
-def test_a_device_that_waits_for_data_says_so() -> None:
-    split, _ = on_a_device({"data": 0.050}, WORK)
+    split = marks.read()
     assert split.steps == 4
     assert split.seconds["data"] / 4 == pytest.approx(0.050 - 0.032, rel=0.02)
     assert split.seconds["backward"] / 4 == pytest.approx(0.020, rel=0.02)
