@@ -133,7 +133,7 @@ IDS = ["new", "same", "damaged", "prune"]
 
 @pytest.mark.parametrize("fault", ["kill", "power", "refusal"])
 @pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
-def test_stopped_at_every_operation(
+def test_killed_at_every_operation(
     tmp_path: Path,
     disk: Callable[..., Disk],
     monkeypatch: pytest.MonkeyPatch,

@@ -217,7 +217,7 @@ def test_an_extension_that_was_stopped_goes_on_and_can_be_extended_again(tmp_pat
     assert same(folder, tmp_path / "long")
     # Without its end's checkpoint it would train again what came after the newest one, or all.
     before = (without / "manifest.json").read_bytes()
-    for gone, names in (("checkpoints/step-00000006", "6 5"), ("checkpoints", without)):
+    for gone, names in (("checkpoints/step-00000006", "6 5"), ("checkpoints", str(without))):
         shutil.rmtree(without / gone)
         ended = attempt(without, to(9))
         assert (ended.code, ended.said) == (2, "") and named(ended.line, names)

@@ -9,29 +9,21 @@ from trainer.host.allocator import allocator_variables, check_allocator
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
+EXPANDABLE, ASYNC = "expandable_segments:True", "backend:cudaMallocAsync"
+
+
 @pytest.mark.parametrize(
     ("choice", "environ", "version", "wanted"),
     [
         ("native", {}, "2.9.1+cu128", {}),
-        ("native", {NEW: "backend:cudaMallocAsync"}, "2.9.1", {}),
-        ("expandable", {}, "2.9.1+cu128", {NEW: "expandable_segments:True"}),
-        ("expandable", {}, "2.14.1+cu130", {NEW: "expandable_segments:True"}),
-        ("expandable", {}, "2.5.1", {OLD: "expandable_segments:True"}),
-        ("async", {}, "2.8.0", {OLD: "backend:cudaMallocAsync"}),
-        (
-            "expandable",
-            {NEW: "max_split_size_mb:128"},
-            "2.9.1",
-            {NEW: "max_split_size_mb:128,expandable_segments:True"},
-        ),
+        ("native", {NEW: ASYNC}, "2.9.1", {}),
+        ("expandable", {}, "2.14.1+cu130", {NEW: EXPANDABLE}),
+        ("expandable", {}, "2.5.1", {OLD: EXPANDABLE}),
+        ("async", {}, "2.8.0", {OLD: ASYNC}),
+        ("expandable", {NEW: "max_split_size_mb:128"}, "2.9.1", {NEW: f"max_split_size_mb:128,{EXPANDABLE}"}),
         # The user's variable, under its older name: torch would take only one of the two.
-        (
-            "async",
-            {OLD: "roundup_power2_divisions:[256:1,512:2]"},
-            "2.9.1",
-            {OLD: "roundup_power2_divisions:[256:1,512:2],backend:cudaMallocAsync"},
-        ),
-        ("async", {NEW: "backend:cudaMallocAsync"}, "2.9.1", {NEW: "backend:cudaMallocAsync"}),
+        ("async", {OLD: "roundup:[256:1,512:2]"}, "2.9.1", {OLD: f"roundup:[256:1,512:2],{ASYNC}"}),
+        ("async", {NEW: ASYNC}, "2.9.1", {NEW: ASYNC}),
     ],
 )
 def test_what_the_ranks_get(
@@ -56,14 +48,9 @@ def test_the_users_own_options_are_not_overruled(choice: Allocator, text: str) -
 @pytest.mark.parametrize(
     ("choice", "environ", "driver", "message"),
     [
-        (
-            "async",
-            {NEW: "backend:cudaMallocAsync"},
-            "450.80.02",
-            "needs driver 470.42 or newer, and here is 450",
-        ),
-        ("async", {}, "570.26", "export PYTORCH_ALLOC_CONF=backend:cudaMallocAsync before torchrun"),
-        ("expandable", {NEW: "backend:native"}, None, "expandable_segments:True before torchrun"),
+        ("async", {NEW: ASYNC}, "450.80.02", "needs driver 470.42 or newer, and here is 450"),
+        ("async", {}, "570.26", f"export PYTORCH_ALLOC_CONF={ASYNC} before torchrun"),
+        ("expandable", {NEW: "backend:native"}, None, f"{EXPANDABLE} before torchrun"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_allocated(

@@ -22,8 +22,8 @@ from pathlib import Path
 from trainer.launch.nodes import Nodes
 from trainer.launch import launcher
 from trainer.launch.meeting import Meeting
-nodes, folder, seconds, *what = sys.argv[1:]
-meeting = Meeting(Nodes(*json.loads(nodes)), 1, {}, float(seconds))
+nodes, folder, *what = sys.argv[1:]
+meeting = Meeting(Nodes(*json.loads(nodes)), 1, {}, 300.0)
 launcher._AFTER_FAILURE_SECONDS = 0.5
 request, local = {"words": [folder, *what]}, launcher.LocalRanks(1, 1)
 worker = "tests.helpers.launch_worker"
@@ -39,10 +39,10 @@ class Launchers:
         self.folder.mkdir()
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, number: int, *what: str, seconds: float = SECONDS) -> "subprocess.Popen[str]":
+    def start(self, number: int, *what: str) -> "subprocess.Popen[str]":
         nodes = json.dumps([2, number, "127.0.0.1", self.port, ["a", "b"]])
         process = preloaded.Popen(
-            [sys.executable, "-c", START, nodes, str(self.folder), str(seconds), *what],
+            [sys.executable, "-c", START, nodes, str(self.folder), *what],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
