@@ -2,9 +2,8 @@
 
 import os
 import shutil
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from errno import ENOENT, ENOSPC
 from pathlib import Path
 from typing import Any
@@ -106,30 +105,3 @@ def test_an_abandoned_write_leaves_nothing(
     may.set()
     assert writer.finish() is None
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"can't mount a small tmpfs here: {error}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
-    problems: list[str] = []
-    folder = small_disk / "checkpoints"
-    writer = BackgroundWriter(folder, keep_last=1, on_problem=problems.append)
-    writer.submit(1, marked(1), {"mark": 1})
-    writer.submit(2, marked(2, 300_000), {"mark": 2})
-    assert writer.finish() == 1
-    assert len(problems) == 1 and named(problems[0], "2 1", os.strerror(ENOSPC))
-    assert mark_of(folder) == 1 and not hidden(folder)
-    writer.submit(3, marked(3), {"mark": 3})
-    assert writer.finish() == 3 and mark_of(folder) == 3
-    assert len(problems) == 1

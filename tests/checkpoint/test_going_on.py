@@ -4,39 +4,46 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainer.train.start.rank
+from tests.chaos import ending
 from tests.helpers.forked import attempt, replace, small
-from tests.helpers.refusals import named
+from tests.helpers.marked import flip
+from tests.helpers.refusals import named, refused
 from tests.helpers.run_folders import changed, same
 from trainer.checkpoint import store
 from trainer.config.recipe import Recipe
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host import files
-from trainer.runs.folder import (
-    write_json,
-)
+from trainer.host.processes import children
+from trainer.runs.folder import write_json
 from trainer.train import loop, recording, summary
+from trainer.train.components.checkpoint_choice import newest_checkpoint
 
-# What a stop leaves is what is on the disk.
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
 
-def failing(*steps: int, remove: int | None = None) -> Callable[[], None]:
-    """Refuses to write the checkpoints of some steps; removes that of another before."""
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def commits(happens: dict[int, Callable[[Path], object]]) -> Callable[[], None]:
+    """Lets something happen before the checkpoints of some steps are written."""
 
     def put_in() -> None:
         commit = store.commit
 
         def faulty(folder: Path, step: int, *rest: Any) -> Any:
-            if step in steps:
-                if remove is not None:
-                    shutil.rmtree(folder / f"step-{remove:08d}")
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if step in happens:
+                happens[step](folder)
             return commit(folder, step, *rest)
 
         replace(store, "commit", faulty)
@@ -44,31 +51,87 @@ def failing(*steps: int, remove: int | None = None) -> Callable[[], None]:
     return put_in
 
 
-def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path, whole: Path) -> None:
-    """The last write fails; the one before is named, and used."""
+def killed(_: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return found
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
+    """A checkpoint that was damaged is named, and the one before is used."""
     folder = tmp_path / "run"
-    ended = attempt(folder, stop_at=8, before=failing(8))
+    assert attempt(folder, before=commits({15: killed})).code == -signal.SIGKILL
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    flip(damaged / "checkpoints" / "step-00000010" / "optimizer.safetensors", -1, 0)
+    for one in (folder, damaged):
+        done = attempt(one)
+        assert done.code == 0, done.said
+        assert ending(one) == ending(whole)
+    assert named(manifest(damaged)["notes"], "step-00000010", "optimizer.safetensors")
+
+
+def test_a_fault_of_the_disk_does_not_end_the_training(tmp_path: Path, whole: Path) -> None:
+    """Full for a checkpoint; then the folder of checkpoints is deleted."""
+    done = attempt(tmp_path / "run", before=commits({10: no_space, 15: shutil.rmtree}))
+    assert done.code == 0, done.said
+    assert ending(tmp_path / "run") == ending(whole)
+    assert store.newest_good(tmp_path / "run" / "checkpoints")[0] is not None
+
+
+def test_a_killed_loader_worker_fails_the_run_and_it_can_go_on(tmp_path: Path, whole: Path) -> None:
+    """Loader workers change no bit."""
+
+    def kill_workers(_: Path) -> None:
+        for worker in children(os.getpid()):
+            os.kill(worker, signal.SIGKILL)
+
+    recipe = small(data={"workers": 2, "resident": False})
+    assert attempt(tmp_path / "run", recipe, before=commits({10: kill_workers})).code == 1
+    done = attempt(tmp_path / "run", recipe)
+    assert done.code == 0, done.said
+    assert ending(tmp_path / "run") == ending(whole)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(
+    tmp_path: Path, stopped: Path
+) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    for path in (folder / "checkpoints").glob("step-*"):
+        (path / "model.safetensors").unlink()
+    with refused("model.safetensors"):
+        newest_checkpoint(folder, "auto", ALONE)
+    assert newest_checkpoint(folder, "force", ALONE)[0] is None
+
+
+def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path) -> None:
+    """The last write fails; the one before is named."""
+    ended = attempt(tmp_path / "run", stop_at=8, before=commits({8: no_space}))
     assert ended.code == 75
     assert named(ended.said, "SIGTERM 8 5")
-    done = attempt(folder)
-    assert done.code == 0 and same(folder, whole)
 
 
 def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) -> None:
     """Neither where nothing could be written, nor where what was there at the start is gone."""
-    ended = attempt(tmp_path / "new", stop_at=8, before=failing(5, 8))
+    ended = attempt(tmp_path / "new", stop_at=8, before=commits({5: no_space, 8: no_space}))
     assert ended.code == 1 and named(ended.line, "checkpoint")
     folder = changed(tmp_path / "run", stopped)
-    shutil.rmtree(folder / "checkpoints" / "step-00000005")
-    ended = attempt(folder, stop_at=9, before=failing(9, remove=8))
+
+    def gone(checkpoints: Path) -> None:
+        shutil.rmtree(checkpoints)
+        no_space()
+
+    ended = attempt(folder, stop_at=9, before=commits({9: gone}))
     assert ended.code == 1 and named(ended.line, "checkpoint")
 
 
 def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: Path) -> None:
     folder = changed(tmp_path / "run", stopped)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["config"]["parallel"]["threads"] = "auto"
-    write_json(folder / "manifest.json", {**manifest, "threads": 1})
+    facts = manifest(folder)
+    facts["config"]["parallel"]["threads"] = "auto"
+    write_json(folder / "manifest.json", {**facts, "threads": 1})
 
     def on_a_larger_machine() -> None:
         # Not the other way round: OpenMP's threads don't survive a fork, and more of them can crash it.
@@ -76,15 +139,13 @@ def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: 
 
     asked = small(parallel={"threads": "auto"})
     assert attempt(folder, asked, stop_at=9, before=on_a_larger_machine).code == 75
-    assert json.loads((folder / "manifest.json").read_text())["threads"] == 1
+    assert manifest(folder)["threads"] == 1
     state = json.loads((folder / "checkpoints" / "step-00000009" / "state.json").read_text())["state"]
     assert state["threads"] == 1
 
 
-# A disk that fails for a moment is no reason to give up what it holds.
-
-
-def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path: Path, stopped: Path, whole: Path) -> None:
+def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path: Path, stopped: Path) -> None:
+    """A disk that fails for a moment is no reason to give up what it holds."""
     folder = changed(tmp_path / "run", stopped)
     rows = (folder / "metrics.jsonl").read_text()
 
@@ -94,24 +155,11 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path: Path, stopped: P
 
         replace(files, "read_hashed", broken)
 
-    refused = attempt(folder, before=blind)
-    assert refused.code == 2
-    assert named(refused.line, "step-00000008")
+    ended = attempt(folder, before=blind)
+    assert ended.code == 2
+    assert named(ended.line, "step-00000008")
     assert (folder / "metrics.jsonl").read_text() == rows
-    assert attempt(folder).code == 0
-    assert same(folder, whole)
-
-
-# A rank started by torchrun itself.
-
-
-def test_a_finished_run_is_not_trained_again(whole: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
-    again = attempt(whole)
-    assert again.code == 0 and named(again.said, "finished")
-    assert {path.name: path.stat().st_mtime_ns for path in whole.iterdir() if path.name != ".lock"} == {
-        name: at for name, at in before.items() if name != ".lock"
-    }
+    assert newest_checkpoint(folder, "auto", ALONE)[0] is not None
 
 
 def test_a_checkpoint_of_another_run_is_named_and_put_aside(
@@ -130,74 +178,59 @@ def test_a_checkpoint_of_another_run_is_named_and_put_aside(
     assert kept == ["foreign-step-00000012", "step-00000016"], "it isn't one of those that are kept"
 
 
-def test_a_finished_run_without_a_checkpoint_is_not_begun_again(tmp_path: Path) -> None:
-    """By the words that extend it its weights would be lost."""
-    folder = tmp_path / "run"
-    assert attempt(folder, small(max_steps=3, checkpoint={"every": 0})).code == 0
-    before = (folder / "manifest.json").read_bytes()
-    refused = attempt(folder, small(max_steps=6))
-    assert (refused.code, refused.said) == (2, "")
-    assert named(refused.line, folder)
-    assert (folder / "manifest.json").read_bytes() == before
+# A run that is through.
 
 
-def test_a_finished_run_is_extended_from_its_end(tmp_path: Path) -> None:
-    """Without a checkpoint of that, what came after the newest one would be trained again."""
-    folder = tmp_path / "run"
-    assert attempt(folder, small(max_steps=6)).code == 0
-    shutil.rmtree(folder / "checkpoints" / "step-00000006")
-    assert attempt(folder, small(max_steps=6)).code == 0  # nothing to do
-    refused = attempt(folder, small(max_steps=9))
-    assert refused.code == 2 and named(refused.line, "6 5")
-    assert attempt(folder, small(max_steps=9), "force").code == 0
+def test_a_finished_run_is_not_trained_again(whole: Path) -> None:
+    def times() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in whole.iterdir() if path.name != ".lock"}
+
+    before = times()
+    again = attempt(whole)
+    assert again.code == 0 and named(again.said, "finished")
+    assert times() == before
 
 
-def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
-    """By a later end alone; the schedule is constant, so that its length changes nothing."""
-    constant: dict[str, Any] = {"optim": {"schedule": "constant", "warmup_steps": 0.0}}
-    short, long = (small(max_steps=steps, **constant) for steps in (6, 12))
-    folder = tmp_path / "run"
-    assert attempt(folder, short).code == 0
-    refused = attempt(folder, small(max_steps=12, **constant, seed=1))
-    assert refused.code == 2 and "max_steps" not in refused.line and named(refused.line, "seed 0 1")
-    earlier = attempt(folder, small(max_steps=3, **constant))
-    assert earlier.code == 2 and named(earlier.line, "max_steps 6 3")
-    done = attempt(folder, long)
-    assert done.code == 0, done.said
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["steps_done"], manifest["status"]) == (12, "finished")
-    assert attempt(tmp_path / "long", long).code == 0
-    assert same(folder, tmp_path / "long")
+def to(steps: int, **changes: Any) -> Recipe:
+    """The same run with another end: the schedule is constant, so that its length changes nothing."""
+    return small(max_steps=steps, optim={"schedule": "constant", "warmup_steps": 0.0}, **changes)
 
 
 def test_an_extension_that_was_stopped_goes_on_and_can_be_extended_again(tmp_path: Path) -> None:
-    """Without force: its end was given to be moved. One that never had reached an end is refused as ever."""
-    constant: dict[str, Any] = {"optim": {"schedule": "constant", "warmup_steps": 0.0}}
-
-    def to(steps: int) -> Recipe:
-        return small(max_steps=steps, **constant)
-
-    folder = tmp_path / "run"
+    """To the bits of a longer run, by a later end alone; what never had reached an end is refused as ever."""
+    folder, without = tmp_path / "run", tmp_path / "without"
     assert attempt(folder, to(6), stop_after=3).code == 75
     assert named(attempt(folder, to(9)).line, "max_steps 6 9")
     assert attempt(folder, to(6)).code == 0
+    shutil.copytree(folder, without)
+    for recipe, names in ((to(12, seed=1), "seed 0 1"), (to(3), "max_steps 6 3")):
+        ended = attempt(folder, recipe)
+        assert ended.code == 2 and named(ended.line, names)
+        assert named(ended.line, "max_steps") == (recipe.seed == 0)
     assert attempt(folder, to(9), stop_after=7).code == 75
     assert named(attempt(folder, to(8)).line, "max_steps 9 8"), "an earlier end"
     done = attempt(folder, to(12))
     assert done.code == 0, done.line
+    facts = manifest(folder)
+    assert (facts["steps_done"], facts["status"]) == (12, "finished")
     assert attempt(tmp_path / "long", to(12)).code == 0
     assert same(folder, tmp_path / "long")
+    # Without its end's checkpoint it would train again what came after the newest one, or all.
+    before = (without / "manifest.json").read_bytes()
+    for gone, names in (("checkpoints/step-00000006", "6 5"), ("checkpoints", str(without))):
+        shutil.rmtree(without / gone)
+        ended = attempt(without, to(9))
+        assert (ended.code, ended.said) == (2, "") and named(ended.line, names)
+    assert (without / "manifest.json").read_bytes() == before
 
 
 def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole: Path) -> None:
     """One line; then the same command writes the weights from the last checkpoint."""
 
     def full() -> None:
-        from trainer.train import recording
-
         def refuse(path: Path, _: Any) -> None:
             path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            no_space()
 
         replace(recording, "write_file", refuse)
 
@@ -224,21 +257,11 @@ def refusing_a_batch() -> None:
 
 # What fails, and by how many steps it is preceded in that attempt: then the code is 1, else it is bad input.
 LATE: dict[str, tuple[int, Callable[[], object], dict[str, Any]]] = {
-    "the first manifest": (0, lambda: full(recording, "update_manifest"), {}),
-    "the last manifest": (4, lambda: full(summary, "update_manifest"), {}),
+    "the first manifest": (0, lambda: replace(recording, "update_manifest", no_space), {}),
+    "the last manifest": (4, lambda: replace(summary, "update_manifest", no_space), {}),
     "a batch": (2, refusing_a_batch, {}),
-    "no checkpoint for --stop-after": (3, failing(3), {"stop_after": 3}),
+    "no checkpoint for --stop-after": (3, commits({3: no_space}), {"stop_after": 3}),
 }
-
-
-def full(module: Any, name: str) -> None:
-    """Lets a function fail as on a full disk."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    assert hasattr(module, name)
-    replace(module, name, refuse)
 
 
 @pytest.mark.parametrize("what", LATE)
@@ -248,4 +271,3 @@ def test_bad_input_after_a_step_was_trained_is_a_failure(what: str, tmp_path: Pa
     ended = attempt(tmp_path / "run", small(max_steps=4), before=fault, **options)
     assert ended.code == (1 if steps else 2), ended
     assert ended.line and "\n" not in ended.line and "Traceback" not in ended.said
-    assert attempt(tmp_path / "run", small(max_steps=4)).code == 0

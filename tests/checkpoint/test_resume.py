@@ -1,6 +1,5 @@
 """Promise: a run stopped anywhere resumes to the same bits; a checkpoint that doesn't fit is refused."""
 
-import hashlib
 import json
 import os
 import signal
@@ -12,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.chaos import chaos
+from tests.chaos import chaos, ending
 from tests.helpers import preloaded
 from tests.helpers.held import held, pid_of_rank
-from tests.helpers.refusals import named, refusal, refused
-from tests.helpers.rows import read_rows
+from tests.helpers.refusals import named, refused
 from tests.helpers.toys import make_recipe
 from tests.helpers.waiting import SECONDS, until
 from tests.helpers.world import Ranks
 from trainer.checkpoint.store import newest_good, write
 from trainer.commands.verify.recorded import Recorded
 from trainer.commands.verify.replay import replay_config
-from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import World
 from trainer.runs.differences import differences
 from trainer.runs.folder import write_json
@@ -52,93 +49,50 @@ DIGITS: dict[str, Any] = {
 }
 SETTINGS = (
     *("epochs=2", "max_steps=18", "evaluation.every=8 steps", "data.global_batch_size=64"),
-    *("data.micro_batch_size=32", "model.width=4"),
+    *("data.micro_batch_size=32", "model.width=4", "parallel.reduction=tree"),
     *("log.every=7", "checkpoint.every=5", "parallel.threads=1"),
 )
-RUN = ["train", "digits", *(word for setting in SETTINGS for word in ("--set", setting))]
+RUN = [sys.executable, "-m", "trainer", "train", "digits", *SETTINGS]
 
 
-def trainer(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    return preloaded.run([sys.executable, "-m", "trainer", *arguments], cwd=ROOT, **options)
-
-
-def weights_of(folder: Path) -> dict[str, str]:
-    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.safetensors")}
-
-
-def rows_of(folder: Path) -> list[Any]:
-    keys = ("kind", "step", "loss", "grad_norm", "accuracy", "lr", "updates")
-    return [tuple(row.get(key) for key in keys) for row in read_rows(folder)]
-
-
-def stopped(
-    folder: Path, *arguments: str, to: str = "launcher", number: int = signal.SIGTERM
+def cut(
+    folder: Path, step: int, rank: str, number: int, *words: str, to: str = "rank"
 ) -> "subprocess.CompletedProcess[str]":
-    """A run that is sent a signal after its 11th step: its launcher, or one of its ranks."""
-    beside = folder.with_name(f"{folder.name}-beside")
-    words = [sys.executable, "-m", "trainer", *RUN, *arguments, "--out", str(folder)]
+    """A run that is sent a signal after a step at which a rank stands still: its launcher, or that rank."""
+    beside = folder.with_name(f"beside-{step}")
     process = preloaded.Popen(
-        words,
+        [*RUN, "--out", str(folder), *words],
         cwd=ROOT,
-        env=held(beside, 11, "0" if to == "launcher" else to),
+        env=held(beside, step, rank),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     until(lambda: (beside / "held").exists() or process.poll() is not None)
     assert process.poll() is None, process.communicate()
-    # A kill finds the checkpoint of step 10 on the disk: a thread writes it while the training goes on.
-    until((folder / "checkpoints" / "step-00000010").exists)
-    os.kill(process.pid if to == "launcher" else pid_of_rank(beside, to), number)
+    # A kill finds the checkpoint before on the disk: a thread writes it while the training goes on.
+    until((folder / "checkpoints" / f"step-{step // 5 * 5:08d}").exists)
+    os.kill(process.pid if to == "launcher" else pid_of_rank(beside, rank), number)
     out, err = process.communicate(timeout=SECONDS)
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(RUN, process.returncode, out, err)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    done = trainer(*RUN, "--out", str(folder))
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """By its launcher; by a signal to one of two ranks; at last a rank is killed, and started again."""
+    whole, folder = tmp_path / "whole", tmp_path / "cut"
+    done = preloaded.run([*RUN, "--out", str(whole)], cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return folder
-
-
-def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
-    """The second attempt comes to the end, the third finds nothing to do, the fourth wants something else."""
-    folder = tmp_path / "cut"
-    cut = stopped(folder)
-    assert (cut.returncode, cut.stderr) == (75, "")
-    assert named(cut.stdout, "SIGTERM 11")
-    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
-    done = trainer(*RUN, "--out", str(folder))
-    assert done.returncode == 0, done.stderr
-    assert weights_of(folder) == weights_of(whole)
-    assert rows_of(folder) == rows_of(whole)
-    before = weights_of(folder)
-    again = trainer(*RUN, "--out", str(folder))
-    assert (again.returncode, again.stderr) == (0, "")
-    assert named(again.stdout, "finished")
-    other = trainer(*RUN, "--out", str(folder), "--set", "optim.lr=1")
-    refusal(other.returncode, other.stderr, "optim.lr 0.006 1")
-    assert weights_of(folder) == before
-
-
-def test_whichever_rank_gets_the_signal_all_stop_together(tmp_path: Path) -> None:
-    done = trainer(*RUN, "--nproc-per-node", "2", "--out", str(tmp_path / "whole"))
-    assert done.returncode == 0, done.stderr
-    cut = stopped(tmp_path / "cut", "--nproc-per-node", "2", to="1", number=signal.SIGUSR1)
-    assert (cut.returncode, cut.stderr) == (75, "")
-    assert named(cut.stdout, "SIGUSR1")
-    done = trainer(*RUN, "--nproc-per-node", "2", "--out", str(tmp_path / "cut"))
-    assert done.returncode == 0, done.stderr
-    assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
-    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
-
-
-def test_a_killed_rank_is_started_again_and_ends_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
-    run = stopped(tmp_path / "run", "--max-restarts", "3", to="0", number=signal.SIGKILL)
-    assert run.returncode == 0, run.stderr
-    assert weights_of(tmp_path / "run") == weights_of(whole)
-    assert rows_of(tmp_path / "run") == rows_of(whole)
+    two = ("--nproc-per-node", "2")
+    for stopped, names in (
+        (cut(folder, 6, "0", signal.SIGTERM, to="launcher"), "SIGTERM 6"),
+        (cut(folder, 11, "1", signal.SIGUSR1, *two), "SIGUSR1"),
+    ):
+        assert (stopped.returncode, stopped.stderr) == (75, "")
+        assert named(stopped.stdout, names)
+        assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
+    killed = cut(folder, 16, "0", signal.SIGKILL, *two, "--max-restarts", "1")
+    assert killed.returncode == 0, killed.stderr
+    assert ending(folder) == ending(whole)
 
 
 @pytest.mark.slow  # the tests here cut at known places, in the training and in the midst of a write
@@ -147,54 +101,21 @@ def test_chaos_in_small() -> None:
     assert not tally.failures and tally.counts["cuts"] >= 2
 
 
-def cut_in(world: World, folder: str, steps: range) -> tuple[list[float], list[list[int]]]:
-    """Goes on in the folder's newest checkpoint, does some steps, and leaves another."""
+def tensors_after(world: World, folder: str, steps: range) -> dict[str, torch.Tensor]:
+    """Goes on in the folder's newest checkpoint, does some steps, and leaves another; what is in that."""
     recipe = make_recipe(**DIGITS)
-    task = make_task(recipe)
-    run = build(recipe, task, world, workers=0)
-    state = run.state
+    run = build(recipe, make_task(recipe), world, workers=0)
     load_checkpoint(run, newest_good(Path(folder))[0])
-    assert state.step == steps.start
-    losses = []
+    assert run.state.step == steps.start
     batches = run.loader(run.share.batches(steps.start))
     run.replica.train()
     for step in steps:
-        before = float(state.loss)
         train_step(run, batches, step)
-        losses.append(float(state.loss) - before)
+    tensors = tensors_of(run.state)
     if world.rank == 0:
-        write(Path(folder), steps.stop, tensors_of(state), numbers_of(state, [float(state.loss)]))
-    share = Share(run.plan, world.rank, world.size)
-    numbers = share.micro_batches(torch.arange(steps.start, steps.stop).repeat_interleave(1).numpy())
-    return losses, run.plan.read(numbers).sample.tolist()
-
-
-@pytest.mark.compat
-def test_another_number_of_ranks_goes_on_with_the_same_samples(ranks: Ranks, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    mixed = tmp_path / "mixed"
-    for folder in (whole, mixed):
-        folder.mkdir()
-    ((wanted, _),) = ranks.run(1, cut_in, str(whole), range(6))
-    losses: list[float] = []
-    for size, steps in ((2, range(2)), (4, range(2, 4)), (1, range(4, 6))):
-        answers = ranks.run(size, cut_in, str(mixed), steps)
-        losses += torch.tensor([part for part, _ in answers], dtype=torch.float64).sum(0).tolist()
-    assert losses == pytest.approx(wanted, rel=1e-4)
-
-
-def tensors_after(world: World, folder: str, steps: range) -> dict[str, torch.Tensor]:
-    """What `cut_in` leaves."""
-    cut_in(world, folder, steps)
-    if world.group is not None:
-        torch.distributed.barrier(world.group)  # rank 0 writes
-    found, _ = newest_good(Path(folder))
-    assert found is not None
-    return {
-        f"{part}.{name}": tensor.clone()
-        for part, tensors in found.tensors.items()
-        for name, tensor in tensors.items()
-    }
+        write(Path(folder), steps.stop, tensors, numbers_of(run.state, [float(run.state.loss)]))
+    torch.distributed.barrier(world.group)
+    return {f"{part}.{name}": one.clone() for part, found in tensors.items() for name, one in found.items()}
 
 
 @pytest.mark.compat
@@ -269,9 +190,8 @@ def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    world = World(0, 1, 0, torch.device("cpu"), None)
     small, large = (make_recipe(model={"width": width}) for width in (4, 8))
-    run, other = (build(recipe, make_task(recipe), world, 0) for recipe in (small, large))
+    run, other = (build(recipe, make_task(recipe), ALONE, 0) for recipe in (small, large))
     write(tmp_path, 3, tensors_of(run.state), numbers_of(run.state, [0.0]))
     before = {name: tensor.clone() for name, tensor in other.state.model.state_dict().items()}
     with refused("checkpoint"):
@@ -279,19 +199,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state.model.state_dict().items())
 
 
+SIGNALED = """
+import os, signal, sys
+from trainer import cli
+from trainer.launch import signals
+
+def now(*given, end=signals.end_on_signal):
+    end(*given)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signals.end_on_signal = now
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def test_a_signal_before_the_launch_ends_at_once(tmp_path: Path) -> None:
     """With 75, as there is a checkpoint to go on from."""
     (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
-    before = (
-        "import os, signal, sys\n"
-        "from trainer import cli\n"
-        "from trainer.launch import signals as preempt\n"
-        "real = preempt.end_on_signal\n"
-        "def now(*a): real(*a); os.kill(os.getpid(), signal.SIGTERM)\n"
-        "preempt.end_on_signal = now; sys.exit(cli.main(sys.argv[1:]))"
-    )
     words = ["train", "digits", "--out", str(tmp_path / "run")]
-    done = preloaded.run([sys.executable, "-c", before, *words], cwd=ROOT)
+    done = preloaded.run([sys.executable, "-c", SIGNALED, *words], cwd=ROOT)
     assert done.returncode == 75, done.stderr
     assert named(done.stderr, "SIGTERM")
     assert done.stderr.count("\n") == 1

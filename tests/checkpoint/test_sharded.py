@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 
 from tests.chaos import chaos
 from tests.helpers.forked import attempt, small
+from tests.helpers.marked import flip
 from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from tests.helpers.world import Ranks
@@ -46,11 +47,6 @@ def whole_run(
         log={"every": 4},
         max_steps=LAST,
     )
-    return asked_run(world, Request(recipe, "small", folder, stop_after=stop_after))
-
-
-def asked_run(world: World, request: Request) -> tuple[int, str]:
-    """The same of what a request says."""
     names = {"RANK": world.rank, "LOCAL_RANK": world.rank}
     names |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     said = StringIO()
@@ -59,7 +55,7 @@ def asked_run(world: World, request: Request) -> tuple[int, str]:
             patch.setenv(name, str(value))
         patch.setattr(trainer, "joined_world", lambda *_: nullcontext(world))
         patch.setattr(trainer, "open_store", lambda _: _store(world))
-        code = trainer.train_rank(request).code
+        code = trainer.train_rank(Request(recipe, "small", folder, stop_after=stop_after)).code
     return code, said.getvalue()
 
 
@@ -118,23 +114,15 @@ def cut(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("checkpoint", [None, "last"])
-def test_weights_are_whole_and_open(uncut: Path, checkpoint: str | None) -> None:
+def test_weights_are_whole_and_open_and_those_that_ddp_learns(
+    ranks: Ranks, uncut: Path, tmp_path: Path
+) -> None:
     assert [entry.problem for entry in listing(uncut / CHECKPOINTS, verify=True)] == [None, None]
-    opened = open_run(uncut, checkpoint=checkpoint)
+    opened = open_run(uncut, checkpoint="last")
     for name, tensor in weights_of(uncut, "ema").items():
         assert torch.equal(opened.model.state_dict()[name], tensor)
-
-
-def test_it_learns_the_same(ranks: Ranks, uncut: Path, tmp_path: Path) -> None:
     run_on(ranks, 2, tmp_path / "run", {})
     assert close(tmp_path / "run", uncut)
-
-
-def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, cut: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(cut, tmp_path / "run")
-    run_on(ranks, 2, folder, FSDP)
-    assert same_bits(folder, uncut)
 
 
 @pytest.mark.slow  # the other tests here cut at known places
@@ -143,34 +131,13 @@ def test_sharded_chaos_in_small() -> None:
         assert not chaos(sort, 2, seed=5).failures
 
 
-@pytest.mark.parametrize(
-    ("size", "parallel", "then_size", "then"),
-    [
-        (2, FSDP, 4, FSDP),
-        (2, FSDP, 2, {}),
-        (4, HSDP, 2, FSDP),
-        (2, FSDP, 1, FSDP),
-    ],
-    ids=["to more", "to ddp", "from hsdp", "to one"],
-)
-def test_another_number_of_ranks_goes_on(
-    ranks: Ranks,
-    uncut: Path,
-    cut: Path,
-    tmp_path: Path,
-    size: int,
-    parallel: dict[str, Any],
-    then_size: int,
-    then: dict[str, Any],
-) -> None:
-    folder = tmp_path / "run"
-    if (size, parallel) == (2, FSDP):
-        shutil.copytree(cut, folder)
-    else:
-        run_on(ranks, size, folder, parallel, stop_after=7)
-    said = run_on(ranks, then_size, folder, then)
-    assert named(said, "7")
-    assert close(folder, uncut)
+def test_another_number_of_ranks_goes_on(ranks: Ranks, uncut: Path, cut: Path, tmp_path: Path) -> None:
+    """On more; then from a job of HSDP to one of DDP."""
+    more, other = Path(shutil.copytree(cut, tmp_path / "more")), tmp_path / "other"
+    run_on(ranks, 4, other, HSDP, stop_after=7)
+    for folder, size, parallel in ((more, 4, FSDP), (other, 2, {})):
+        assert named(run_on(ranks, size, folder, parallel), "7")
+        assert close(folder, uncut)
 
 
 def test_each_rank_writes_its_rows(uncut: Path) -> None:
@@ -184,20 +151,14 @@ def test_each_rank_writes_its_rows(uncut: Path) -> None:
     assert not list((uncut / CHECKPOINTS).glob(".*")), "what is hidden is half a checkpoint"
 
 
-@pytest.mark.parametrize("how", ["missing", "flipped"])
-def test_the_one_before_a_damaged_one_is_used(
-    ranks: Ranks, uncut: Path, cut: Path, tmp_path: Path, how: str
-) -> None:
-    folder = shutil.copytree(cut, tmp_path / "run")
-    file = folder / CHECKPOINTS / "step-00000007" / "optimizer_00001_of_00002.safetensors"
-    if how == "missing":
-        file.unlink()
-    else:
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-    assert named(run_on(ranks, 2, folder, FSDP), file.parent.name, file.name)
-    assert same_bits(folder, uncut)
+def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, cut: Path, tmp_path: Path) -> None:
+    """Also by the checkpoint before one that is damaged."""
+    whole, damaged = (Path(shutil.copytree(cut, tmp_path / name)) for name in ("whole", "damaged"))
+    file = damaged / CHECKPOINTS / "step-00000007" / "optimizer_00001_of_00002.safetensors"
+    flip(file, -1, 0)
+    assert named(run_on(ranks, 2, damaged, FSDP), file.parent.name, file.name)
+    run_on(ranks, 2, whole, FSDP)
+    assert same_bits(whole, uncut) and same_bits(damaged, uncut)
 
 
 def read_bytes(world: World, folder: Path) -> tuple[int, list[int], int]:
@@ -227,11 +188,10 @@ def read_bytes(world: World, folder: Path) -> tuple[int, list[int], int]:
     return hashed[0], pieces, sum(one.nbytes for one in tensors)
 
 
-@pytest.mark.parametrize("size", [2, 4], ids=["as many ranks", "others"])
-def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path, size: int) -> None:
+def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path) -> None:
     folder = uncut / CHECKPOINTS / "step-00000010"
     written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    answers = ranks.run(size, read_bytes, uncut)
+    answers = ranks.run(4, read_bytes, uncut)
     assert sum(hashed for hashed, _, _ in answers) == written, "together, and each file once"
     for _, pieces, own in answers:
         assert sum(pieces) == own

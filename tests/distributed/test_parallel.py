@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.refusals import refused
 from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
@@ -47,20 +46,6 @@ def test_compressed_gradients_are_the_sum_of_rounded_ones(ranks: Ranks) -> None:
     assert torch.equal(rounded[0][0], rounded[0][0].bfloat16().float()), "not what travelled in bfloat16"
     error = (rounded[0][0] - right).abs().max() / right.abs().max()
     assert 1e-6 < float(error) < 2 * 2**-8
-
-
-@pytest.mark.parametrize(
-    ("parallel", "rtol"),
-    [({"compress": "bf16"}, 3e-2), ({"find_unused_parameters": True, "bucket_mb": 1}, 1e-4)],
-    ids=["compressed", "unused looked for"],
-)
-def test_training_is_the_same(ranks: Ranks, parallel: dict[str, Any], rtol: float) -> None:
-    plain = ranks.run(2, train_digits, DIGITS, 0)
-    other = ranks.run(2, train_digits, DIGITS | {"parallel": {"threads": 1, **parallel}}, 0)
-    for (losses, _, _), (expected, _, _) in zip(other, plain, strict=True):
-        assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=rtol)
-    for name, tensor in other[1][2].items():
-        assert torch.equal(tensor, other[0][2][name]), f"{name} differs between ranks"
 
 
 def synchronized(world: World, shape: tuple[int, ...], steps: int) -> dict[str, Any]:
@@ -146,26 +131,6 @@ def test_statistics_of_low_precision_input_are_in_fp32(ranks: Ranks) -> None:
         right = (own - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
         assert torch.allclose(output.float(), right, atol=0.02)
         assert torch.allclose(mean, 0.1 * x.mean(0), rtol=1e-5)
-
-
-def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks) -> None:
-    """That is what separate statistics don't do: there a micro-batch is normalized by itself."""
-    small = DIGITS | {
-        "data": DIGITS["data"] | {"micro_batch_size": 32},
-        "parallel": {"threads": 1, "sync_batchnorm": True},
-        "memory": {"checkpointing": "blocks"},
-    }
-    whole = DIGITS | {"data": DIGITS["data"] | {"micro_batch_size": 64}}
-    together = ranks.run(2, train_digits, small, 0)
-    (expected, _, weights), *_ = ranks.run(1, train_digits, whole, 0)
-    losses = torch.tensor([losses for losses, _, _ in together]).sum(0)
-    assert torch.allclose(losses, torch.tensor(expected), rtol=1e-4)
-    separate = ranks.run(2, train_digits, small | {"parallel": {"threads": 1}}, 0)
-    different = torch.tensor([losses for losses, _, _ in separate]).sum(0)
-    assert not torch.allclose(different, torch.tensor(expected), rtol=1e-4)
-    for name, tensor in together[0][2].items():
-        assert torch.equal(tensor, together[1][2][name]), name
-        assert torch.allclose(tensor, weights[name], rtol=1e-2, atol=2e-3), name
 
 
 def copied(world: World) -> bool:

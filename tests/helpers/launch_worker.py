@@ -5,7 +5,6 @@ that it takes, and a line in `FOLDER/starts-RANK` for each start. The launcher h
 request, torchrun as arguments.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
+from trainer.errors import EXIT_HANG, EXIT_REQUEUE
 from trainer.host.files import write_whole
 from trainer.launch import signals as preempt
 from trainer.launch.folder import take_request
@@ -66,17 +65,6 @@ def _stop() -> None:
 def _raise() -> None:
     (FOLDER / "raised").touch()
     raise ValueError(f"rank {RANK} is broken")
-
-
-def _bad() -> None:
-    others = [FOLDER / f"starts-{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    while not all(file.exists() for file in others):  # who comes late would be killed before it has begun
-        time.sleep(0.01)
-    raise BadInputError(f"lr: -1 is\n negative; {'make it positive'}")
-
-
-def _crash() -> None:
-    ctypes.string_at(0)
 
 
 def _once() -> None:
@@ -161,9 +149,7 @@ def _tell_paths() -> None:
 
 WHAT: dict[str, Callable[[], int | None]] = {
     "agree": _agree,
-    "bad": _bad,
     "collective": lambda: _collective(broken=False),
-    "crash": _crash,
     "fail-1": lambda: _collective(broken=RANK == "1"),
     "fail-in-collective": lambda: _collective(broken=True),
     "hang": _hang,

@@ -1,13 +1,10 @@
-"""Run folders for the tests of reports: all keys that a run may write, without a training.
-
-python -m tests.helpers.report_runs OUT ROWS
-"""
+"""Run folders for the tests of reports: all keys that a run may write, without a training."""
 
 import contextlib
 import json
 import math
 import random
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +12,16 @@ from trainer.observe.rows import FILES
 from trainer.runs.manifest import FORMAT
 
 EVERY = 50
-_SHARES = {
-    "forward": 0.2,
-    "backward": 0.38,
-    "update": 0.04,
-    "communication": 0.06,
-    "copy": 0.01,
-    "data": 0.18,
-    "host": 0.03,
-    "logging": 0.005,
-    "unexplained": 0.015,
-    "end": 0.001,
-}
+_SHARES = {"forward": 0.2, "backward": 0.38, "update": 0.04, "communication": 0.06, "copy": 0.01}
+_SHARES |= {"data": 0.18, "host": 0.03, "logging": 0.005, "unexplained": 0.015, "end": 0.001}
+# Of each row, the same.
+_STILL = """
+memory_bytes 50e9  cpu/limit 64  cpu/others 3  disk/written_bytes_per_s 1e6  network/received_bytes_per_s 5e7
+network/sent_bytes_per_s 4e7  network/loopback_bytes_per_s 1e6  gpu/memory_bytes 71e9  gpu/power_limit_w 700
+gpu/memory_total_bytes 85e9  memory/reserved_bytes 64e9  memory/peak_bytes 61e9  loader/cpu 0.7
+loader/blocked 0.2  loader/seconds_per_sample 0.003  loader/workers 48  time/gc 0.01
+"""
+_SAME = {name: float(value) for name, value in (pair.split() for pair in re.split(r"\n|  ", _STILL) if pair)}
 
 
 def manifest(steps: int, /, **changes: Any) -> dict[str, Any]:
@@ -81,44 +76,28 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
         "lr": 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20),
         "updates": n * EVERY,
         "grad_norm": 1 / (t + 0.2) + 0.3 * draw.random(),
-        "memory_bytes": 5e10,
         "seconds": wall,
         "samples_per_s": speed,
         "time/wall": wall,
         **seconds,
-        "time/gc": 0.01,
+        **_SAME,
         "flops_per_s": speed * 12.3e9,
         "mfu": speed * 12.3e9 / (8 * 989e10),
         "tokens_per_s": speed * 196,
         "cpu/used": 40 + 20 * draw.random(),
-        "cpu/limit": 64,
         "cpu/throttled": 0.05 * draw.random(),
-        "cpu/others": 3,
         "cpu/starved": 0.02 * draw.random(),
         "disk/read_bytes_per_s": 8e8 * draw.random(),
-        "disk/written_bytes_per_s": 1e6,
-        "network/received_bytes_per_s": 5e7,
-        "network/sent_bytes_per_s": 4e7,
-        "network/loopback_bytes_per_s": 1e6,
         "gpu/utilization": 0.8 + 0.1 * draw.random(),
-        "gpu/memory_bytes": 7.1e10,
-        "gpu/memory_total_bytes": 8.5e10,
         "gpu/power_w": 600 + 50 * draw.random(),
-        "gpu/power_limit_w": 700,
         "gpu/temperature_c": 60 + 10 * t,
         "gpu/clock_mhz": 1900 - 100 * t,
         "gpu/throttled": 0.1 * (t > 0.8),
         "energy/joules": wall * 4800,
         "memory/allocated_bytes": 5e10 + 2e9 * draw.random(),
-        "memory/reserved_bytes": 6.4e10,
-        "memory/peak_bytes": 6.1e10,
         "memory/retries": int(n == rows),
         "memory/rss_bytes": 3e10 + 1e10 * t,
-        "loader/cpu": 0.7,
-        "loader/blocked": 0.2,
         "loader/starved": 0.1 * draw.random(),
-        "loader/seconds_per_sample": 0.003,
-        "loader/workers": 48,
     }
     if t > 0.8:
         row["gpu/throttle_reason"] = "sw_power_cap"
@@ -192,7 +171,3 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
 
 def _write(file: Any, row: dict[str, Any]) -> None:
     file.write(json.dumps(row) + "\n")
-
-
-if __name__ == "__main__":
-    write_run(Path(sys.argv[1]), int(sys.argv[2]))

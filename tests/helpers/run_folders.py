@@ -1,14 +1,21 @@
 """Run folders: copied, changed, and compared by their final weights."""
 
+import contextlib
 import hashlib
 import json
+import multiprocessing
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+
+from trainer.runs.folder import lock
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,3 +58,26 @@ def with_state(**values: Any) -> Callable[[Path], object]:
         file.write_text(json.dumps(about))
 
     return change
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Any]:
+    """A process that holds a folder's lock, and has a child of its own that outlives it."""
+
+    def hold(ready: Any) -> None:
+        lock(folder)
+        if (child := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        ready.send(child)
+        time.sleep(600)
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(theirs,))
+    process.start()
+    child = ours.recv()
+    try:
+        yield process
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)

@@ -34,6 +34,38 @@ except BadInputError as error:
 """
 
 
+# A custom task, whose bits are the same on any number of ranks.
+OWN = """
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {
+    "max_steps": 6,
+    "data": {"global_batch_size": 8, "micro_batch_size": 4, "workers": 0},
+    "evaluation": {"every": "end"},
+    "parallel": {"threads": 1, "reduction": "tree"},
+    "log": {"every": 2, "to": ["jsonl"]},
+    "checkpoint": {"every": 0, "minutes": 0, "best": False},
+}
+
+
+class Own:
+    def data(self):
+        x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
+        return {"x": x, "y": x[:, :1]}, {"x": x[:30], "y": x[:30, :1]}
+
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
+
+
 class Job(NamedTuple):
     """What is asked for: a task, settings, and options of the command."""
 
@@ -112,16 +144,8 @@ class Started:
 
 def slurm_tasks(ranks: int, port: int) -> list[dict[str, str]]:
     """Variables of the tasks of a step on one node, a task for each rank, as `env` prints them there."""
-    step = {
-        "SLURM_JOB_ID": "1234",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NUM_TASKS": str(ranks),
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": str(ranks),
-        "MASTER_PORT": str(port),
-    }
+    printed = "SLURM_JOB_ID=1234 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=localhost SLURM_STEP_ID=0"
+    printed += f" SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS={ranks} SLURM_STEP_NODELIST=localhost"
+    printed += f" SLURM_NODEID=0 SLURM_NTASKS={ranks} MASTER_PORT={port}"
+    step = dict(word.split("=") for word in printed.split())
     return [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks)]

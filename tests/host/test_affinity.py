@@ -4,11 +4,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 
 from tests.helpers import preloaded
 from tests.helpers.planted import plant
@@ -23,8 +21,7 @@ from trainer.host.affinity import (
     read_topology,
     share_cpus,
 )
-from trainer.host.limits import Limits, count_cpus, listed_cpus, read_limits, threads_per_rank
-from trainer.launch.folder import Launch, read_launch, write_launch
+from trainer.host.limits import Limits, listed_cpus, read_limits, threads_per_rank
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -72,10 +69,6 @@ def test_who_gets_which_cpus(binding: str, places: list[int | None], wanted: lis
     assert found == shares(*wanted, pinned=binding == "cores")
 
 
-def test_a_single_node_is_left_alone() -> None:
-    assert share_cpus("auto", topology(1, 8, 2), [0, 0]) == CpuShares()
-
-
 def test_the_topology_of_a_container(tmp_path: Path) -> None:
     near = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     root = plant(
@@ -120,17 +113,6 @@ def test_threads_are_those_of_the_poorest_rank(quota: float, each_share: list[st
     assert threads_per_rank(limits_within(limits, shares(*each_share)), 4) == each
 
 
-@given(
-    st.lists(st.sets(st.integers(0, 300), min_size=1).map(frozenset), min_size=1, max_size=9), st.booleans()
-)
-def test_ranks_read_what_the_launcher_wrote(each: list[Cpus], pinned: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        launch = Launch(sys.path, os.getpid(), CpuShares(tuple(each), pinned), False)
-        write_launch(Path(folder), launch)
-        assert read_launch(Path(folder)) == launch
-    assert all(count_cpus(cpus_text(share)) == len(share) for share in each)
-
-
 @pytest.mark.parametrize("given_by_user", [{}, {"OMP_PROC_BIND": "false"}, {"KMP_AFFINITY": "none"}])
 def test_what_the_user_said_about_threads_stays(given_by_user: dict[str, str]) -> None:
     here = cpus_text(frozenset(os.sched_getaffinity(0)))
@@ -150,8 +132,8 @@ from trainer.host.affinity import CpuShares, unpin_main_thread
 from trainer.host.limits import listed_cpus
 from trainer.launch.folder import Launch, write_launch
 from trainer.launch.worker import Worker, cpu_shares
-folder, cpus, pinned = sys.argv[1:]
-shares = CpuShares((frozenset(listed_cpus(cpus)),), pinned == "pinned")
+folder, cpus = sys.argv[1:]
+shares = CpuShares((frozenset(listed_cpus(cpus)),), True)
 write_launch(Path(folder), Launch(sys.path, os.getppid(), shares, None))
 worker = Worker(folder).__enter__()
 """
@@ -173,32 +155,27 @@ print(json.dumps([sorted(os.sched_getaffinity(0)), threads, read_limits().cpus, 
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize("pinned", [False, True])
-def test_a_rank_and_what_it_starts_keep_to_its_cpus(pinned: bool, tmp_path: Path) -> None:
+needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+
+
+@needs_two
+def test_a_rank_and_what_it_starts_keep_to_its_cpus(tmp_path: Path) -> None:
     there = sorted(os.sched_getaffinity(0))[:2]
-    environ = {**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"}
-    asked = [str(tmp_path), cpus_text(frozenset(there)), "pinned" if pinned else ""]
-    words = [sys.executable, "-c", BOUND + IN_A_RANK, *asked]
-    if pinned:  # libgomp reads its variables when it is loaded
-        done = subprocess.run(words, cwd=REPOSITORY, env=environ, capture_output=True, text=True, check=False)
-    else:
-        done = preloaded.run(words, cwd=REPOSITORY, env=environ)
+    done = subprocess.run(  # libgomp reads its variables when it is loaded
+        [sys.executable, "-c", BOUND + IN_A_RANK, str(tmp_path), cpus_text(frozenset(there))],
+        cwd=REPOSITORY,
+        env={**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     main, threads, counted, child = json.loads(done.stdout)
     assert main == there
     assert child == 2  # libgomp would have left the main thread, and so a loader worker, on one CPU
     assert counted == read_limits().cpus  # the container's, for who looks at the machine
     assert all(set(one) <= set(there) for one in threads.values())
-    assert pinned == any(len(one) == 1 for one in threads.values())
-
-
-def printed(program: str, *words: str, **environ: str) -> list[str]:
-    done = preloaded.run(
-        [sys.executable, "-c", program, *words], cwd=REPOSITORY, env={**os.environ, **environ}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    assert any(len(one) == 1 for one in threads.values())
 
 
 START_OF_A_RANK = """
@@ -216,8 +193,12 @@ trainer.train.start.rank.train_rank(Request(load_recipe("digits", []), "digits")
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@needs_two
 def test_a_rank_frees_its_main_thread_before_it_starts_workers(tmp_path: Path) -> None:
     there = cpus_text(frozenset(sorted(os.sched_getaffinity(0))[:2]))
-    asked = (str(tmp_path), there, "pinned")
-    assert printed(BOUND + START_OF_A_RANK, *asked, LOCAL_RANK="0", OMP_NUM_THREADS="2") == ["2"]
+    done = preloaded.run(
+        [sys.executable, "-c", BOUND + START_OF_A_RANK, str(tmp_path), there],
+        cwd=REPOSITORY,
+        env={**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"},
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

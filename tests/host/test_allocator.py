@@ -1,42 +1,29 @@
 """The allocator of GPU memory is chosen before torch starts, and what it needs is said before it hurts."""
 
-from collections.abc import Mapping
-
 import pytest
 
 from trainer.config.model import Allocator
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe
-from trainer.config.section import validated
 from trainer.errors import BadInputError
 from trainer.host.allocator import allocator_variables, check_allocator
 
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
+EXPANDABLE, ASYNC = "expandable_segments:True", "backend:cudaMallocAsync"
+
+
 @pytest.mark.parametrize(
     ("choice", "environ", "version", "wanted"),
     [
         ("native", {}, "2.9.1+cu128", {}),
-        ("native", {NEW: "backend:cudaMallocAsync"}, "2.9.1", {}),
-        ("expandable", {}, "2.9.1+cu128", {NEW: "expandable_segments:True"}),
-        ("expandable", {}, "2.14.1+cu130", {NEW: "expandable_segments:True"}),
-        ("expandable", {}, "2.5.1", {OLD: "expandable_segments:True"}),
-        ("async", {}, "2.8.0", {OLD: "backend:cudaMallocAsync"}),
-        (
-            "expandable",
-            {NEW: "max_split_size_mb:128"},
-            "2.9.1",
-            {NEW: "max_split_size_mb:128,expandable_segments:True"},
-        ),
+        ("native", {NEW: ASYNC}, "2.9.1", {}),
+        ("expandable", {}, "2.14.1+cu130", {NEW: EXPANDABLE}),
+        ("expandable", {}, "2.5.1", {OLD: EXPANDABLE}),
+        ("async", {}, "2.8.0", {OLD: ASYNC}),
+        ("expandable", {NEW: "max_split_size_mb:128"}, "2.9.1", {NEW: f"max_split_size_mb:128,{EXPANDABLE}"}),
         # The user's variable, under its older name: torch would take only one of the two.
-        (
-            "async",
-            {OLD: "roundup_power2_divisions:[256:1,512:2]"},
-            "2.9.1",
-            {OLD: "roundup_power2_divisions:[256:1,512:2],backend:cudaMallocAsync"},
-        ),
-        ("async", {NEW: "backend:cudaMallocAsync"}, "2.9.1", {NEW: "backend:cudaMallocAsync"}),
+        ("async", {OLD: "roundup:[256:1,512:2]"}, "2.9.1", {OLD: f"roundup:[256:1,512:2],{ASYNC}"}),
+        ("async", {NEW: ASYNC}, "2.9.1", {NEW: ASYNC}),
     ],
 )
 def test_what_the_ranks_get(
@@ -61,14 +48,9 @@ def test_the_users_own_options_are_not_overruled(choice: Allocator, text: str) -
 @pytest.mark.parametrize(
     ("choice", "environ", "driver", "message"),
     [
-        (
-            "async",
-            {NEW: "backend:cudaMallocAsync"},
-            "450.80.02",
-            "needs driver 470.42 or newer, and here is 450",
-        ),
-        ("async", {}, "570.26", "export PYTORCH_ALLOC_CONF=backend:cudaMallocAsync before torchrun"),
-        ("expandable", {NEW: "backend:native"}, None, "expandable_segments:True before torchrun"),
+        ("async", {NEW: ASYNC}, "450.80.02", "needs driver 470.42 or newer, and here is 450"),
+        ("async", {}, "570.26", f"export PYTORCH_ALLOC_CONF={ASYNC} before torchrun"),
+        ("expandable", {NEW: "backend:native"}, None, f"{EXPANDABLE} before torchrun"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_allocated(
@@ -76,20 +58,3 @@ def test_what_is_missing_is_said_before_anything_is_allocated(
 ) -> None:
     with pytest.raises(BadInputError, match=message):
         check_allocator(choice, environ, lambda: driver)
-
-
-def recipe(settings: Mapping[str, str]) -> Recipe:
-    words = [f"{key}={value}" for key, value in settings.items()]
-    return validated(Recipe, override(read_recipe("digits"), words), "digits")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"memory.allocator": "asinc"}, "did you mean 'async'"),
-        ({"memory.allocator": "async", "compile.mode": "reduce-overhead"}, "can't serve CUDA graphs"),
-    ],
-)
-def test_what_does_not_go_together(settings: dict[str, str], message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
-        recipe(settings)

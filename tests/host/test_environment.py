@@ -18,7 +18,7 @@ NAME = re.compile(r"\bTRAINER_[A-Z_]+")
 # What a process is started with
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_leads_nowhere(closed: str, tmp_path: Path) -> None:
     """Not to the next file that is opened, into which a library's lines would be written."""
     lines = [
@@ -41,11 +41,7 @@ def test_a_closed_stream_leads_nowhere(closed: str, tmp_path: Path) -> None:
     ("environment", "written"),
     [
         ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, rb"\xfc"),
-        ({"PYTHONIOENCODING": "ascii:surrogateescape"}, rb"\xfc"),
-        ({"PYTHONIOENCODING": "ascii"}, rb"\xfc"),
         ({"PYTHONIOENCODING": "latin-1:surrogatepass"}, b"\xfc"),
-        ({"PYTHONIOENCODING": "cp1252"}, b"\xfc"),
-        ({"PYTHONIOENCODING": "utf-8"}, b"\xc3\xbc"),
         ({"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}, b"\xc3\xbc"),  # surrogateescape, too
     ],
 )

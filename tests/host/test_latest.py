@@ -1,6 +1,5 @@
 """Promise: `latest` links to the newest run, atomically, and never hinders a run."""
 
-import argparse
 import os
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import make_parser
-from trainer.commands.train import find_recipe, find_run
+from trainer.commands.train import find_run
 from trainer.host.latest import LATEST, RUNS, link_latest, nor_below_runs, run_path
 
 
@@ -74,12 +73,6 @@ def test_a_file_of_somebodys_that_is_named_latest_stays() -> None:
     (RUNS / LATEST).write_text("mine")
     link_latest(run.absolute())
     assert (RUNS / LATEST).read_text() == "mine" and not (RUNS / LATEST).is_symlink()
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    options = make_parser().parse_args(["train", *words])
-    find_recipe(options, find_run(options))
-    return options
 
 
 def test_a_run_links_itself(tmp_path: Path) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,12 +42,9 @@ def test_v2(tmp_path: Path) -> None:
     )
     found = read_limits(root)
     assert (found.cpus, found.memory_bytes, found.shm_bytes, found.pids) == (1.5, 6 * GIB, 0, 4096)
-    assert found.sources == {
-        "cpus": "/sys/fs/cgroup/cpu.max",
-        "memory_bytes": "/sys/fs/cgroup/memory.high",
-        "shm_bytes": "/dev/shm",
-        "pids": "/sys/fs/cgroup/pids.max",
-    }
+    group = "/sys/fs/cgroup"
+    wanted = {"cpus": f"{group}/cpu.max", "memory_bytes": f"{group}/memory.high", "shm_bytes": "/dev/shm"}
+    assert found.sources == {**wanted, "pids": f"{group}/pids.max"}
 
 
 def test_v2_stricter_ancestors_win(tmp_path: Path) -> None:
@@ -112,40 +104,39 @@ def test_v1(tmp_path: Path) -> None:
 V1_MEMORY = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 
 
-@pytest.mark.parametrize(
-    ("files", "kills"),
-    [
-        (
-            {
-                "/proc/self/cgroup": "4:memory:/job\n0::/",
-                "/proc/self/mountinfo": V1_MEMORY,
-                "/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7",
-                "/sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2",
-            },
-            2,
-        ),
-        (
-            {  # a container: its path is the host's, and the mount's root is its own
-                "/proc/self/cgroup": "4:memory:/docker/0123\n0::/",
-                "/proc/self/mountinfo": V1_MEMORY,
-                "/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
-            },
-            1,
-        ),
-        (
-            {  # a neighbor's kills count in what is around both
-                "/proc/self/cgroup": "0::/pod/train",
-                "/proc/self/mountinfo": V2_MOUNT,
-                "/sys/fs/cgroup/pod/memory.events": "max 5\noom 4\noom_kill 4\noom_group_kill 0",
-                "/sys/fs/cgroup/pod/train/memory.events": "low 0\nhigh 0\nmax 3\noom 2\noom_kill 0",
-            },
-            0,
-        ),
-        ({"/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0"}, 0),
-        ({}, 0),
-    ],
-    ids=["v1", "v1-container", "v2", "old-kernel", "none"],
-)
+V1 = "/sys/fs/cgroup/memory"
+KILLS: dict[str, tuple[dict[str, str], int]] = {
+    "v1": (
+        {
+            "/proc/self/cgroup": "4:memory:/job\n0::/",
+            "/proc/self/mountinfo": V1_MEMORY,
+            f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7",
+            f"{V1}/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2",
+        },
+        2,
+    ),
+    "v1, a container's mount": (
+        {
+            "/proc/self/cgroup": "4:memory:/docker/0123\n0::/",
+            "/proc/self/mountinfo": V1_MEMORY,
+            f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
+        },
+        1,
+    ),
+    "v2, a neighbor's": (
+        {
+            "/proc/self/cgroup": "0::/pod/train",
+            "/proc/self/mountinfo": V2_MOUNT,
+            "/sys/fs/cgroup/pod/memory.events": "max 5\noom 4\noom_kill 4\noom_group_kill 0",
+            "/sys/fs/cgroup/pod/train/memory.events": "low 0\nhigh 0\nmax 3\noom 2\noom_kill 0",
+        },
+        0,
+    ),
+    "an old kernel": ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0"}, 0),
+}
+
+
+@pytest.mark.parametrize(("files", "kills"), KILLS.values(), ids=KILLS)
 def test_kills_for_memory_are_counted(tmp_path: Path, files: dict[str, str], kills: int) -> None:
     assert out_of_memory_kills(plant(tmp_path, files)) == kills
 
@@ -205,13 +196,9 @@ def test_malformed_cpu_list(text: str) -> None:
     ("cpus", "ranks", "threads", "workers"),
     [
         (0.5, 1, 1, 0),
-        (1.0, 1, 1, 1),
         (1.5, 1, 1, 1),
-        (2.0, 1, 2, 1),
-        (4.0, 1, 4, 3),
         (4.0, 8, 1, 0),
         (16.0, 3, 5, 4),
-        (64.0, 8, 8, 6),
         (224.0, 8, 28, 21),
     ],
 )
@@ -233,59 +220,3 @@ def test_ranks_together_stay_within_the_limits(cpus: float, ranks: int, pids: in
     workers = workers_per_rank(limits(cpus, pids), ranks)
     assert 0 <= workers * ranks <= cpus
     assert pids is None or workers * ranks <= pids
-
-
-@pytest.fixture
-def cgroup(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A real cgroup without limits, in one that has those of the parameter: (v1 controller, v1, v2)."""
-    controller, v1, v2 = request.param
-    reason = "no cgroups"
-    for mount, values in ((controller, v1), ("", v2), ("unified", v2)):
-        outer = Path("/sys/fs/cgroup", mount, f"trainer-test-{os.getpid()}")
-        inner = outer / "inner"
-        try:
-            outer.mkdir()
-            for name, value in values.items():
-                with (outer / name).open("r+") as file:  # fails, creates nothing, if this is no cgroup
-                    file.write(value)
-            inner.mkdir()
-            yield inner
-            return
-        except OSError as error:
-            reason = str(error)
-        finally:
-            for folder in (inner, outer):
-                with suppress(OSError):
-                    folder.rmdir()
-    pytest.skip(f"no cgroup can be made here: {reason}")
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "figure", "limit"),
-    [
-        (
-            (
-                "cpu",
-                {"cpu.cfs_period_us": "20000", "cpu.cfs_quota_us": "30000"},
-                {"cpu.max": "30000 20000"},
-            ),
-            "cpus",
-            1.5,
-        ),
-        (("pids", {"pids.max": "321"}, {"pids.max": "321"}), "pids", 321),
-    ],
-    indirect=["cgroup"],
-    ids=["cpu", "pids"],
-)
-def test_real_cgroup(cgroup: Path, figure: str, limit: float) -> None:
-    program = f"""
-import os, pathlib
-pathlib.Path({str(cgroup / "cgroup.procs")!r}).write_text(str(os.getpid()))
-from trainer.host.limits import read_limits
-print(read_limits().{figure})
-"""
-    child = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert child.returncode == 0, child.stderr
-    assert float(child.stdout) == min(limit, getattr(read_limits(), figure) or limit)

@@ -52,13 +52,25 @@ def train(*settings: str) -> int:
     return main(["train", "digits", "--nproc-per-node", "2", "--set", "data.micro_batch_size=32", *words])
 
 
-def test_threads_and_compilers_are_a_share_of_the_limits(started: dict[str, Any]) -> None:
+def test_threads_compilers_and_the_allocator_are_chosen_before_ranks_start(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the limits and the recipe; what the user set stays."""
     assert train() == 0
     assert (started["ranks"], started["threads"]) == (2, 6)
     environment = started["environment"]
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "6"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert not {name for name in environment if "ALLOC" in name}
+    assert train("memory.allocator=expandable") == 0
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert started["environment"][VARIABLES[release < (2, 9)]] == "expandable_segments:True"
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert train("memory.allocator=async") == 0
+    environment = started["environment"]
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    assert environment["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,backend:cudaMallocAsync"
 
 
 def test_more_threads_than_a_machine_bears_are_refused(
@@ -98,12 +110,6 @@ def test_a_run_goes_on_on_a_smaller_machine(
             trainer.train.start.checks.threads_line(recipe, None, mode)
 
 
-def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:
-    assert train("memory.allocator=expandable") == 0
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert started["environment"][VARIABLES[release < (2, 9)]] == "expandable_segments:True"
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binding is Linux's")
 def test_ranks_with_cores_of_their_own_have_their_threads(started: dict[str, Any]) -> None:
     there = sorted(os.sched_getaffinity(0))
@@ -118,37 +124,12 @@ def test_ranks_with_cores_of_their_own_have_their_threads(started: dict[str, Any
     assert started["cpus"] == CpuShares()
 
 
-def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert train("memory.allocator=async") == 0
-    environment = started["environment"]
-    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
-    assert environment["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,backend:cudaMallocAsync"
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_a_real_run_says_where_its_ranks_are(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = (
-        "max_steps=2",
-        "evaluation.every=end",
-        "parallel.cpu_binding=cores",
-        "data.micro_batch_size=32",
-    )
-    words = [word for setting in (*settings, "parallel.threads=1") for word in ("--set", setting)]
-    trained = [
-        sys.executable,
-        "-m",
-        "trainer",
-        "train",
-        "digits",
-        "--nproc-per-node",
-        "2",
-        "--out",
-        str(out),
-        *words,
-    ]
+    settings = "max_steps=2 evaluation.every=end parallel.cpu_binding=cores data.micro_batch_size=32"
+    words = ["train", "digits", *settings.split(), "parallel.threads=1"]
+    trained = [sys.executable, "-m", "trainer", *words, "--nproc-per-node", "2", "--out", str(out)]
     done = preloaded.run(trained)
     assert done.returncode == 0, done.stdout + done.stderr
     (note,) = [one for one in json.loads((out / "manifest.json").read_text())["notes"] if "CPUs" in one]

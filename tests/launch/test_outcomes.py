@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers.refusals import named
 from trainer.launch.exit_record import (
-    TORCHRUN,
     ExitRecord,
     by_memory,
     crashed,
@@ -62,11 +61,7 @@ def test_the_cause_is_the_earliest_failure_that_is_no_consequence() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "Connection closed by peer [127.0.0.1]:4711",
-        "failed to recv, got 0 bytes",
-    ],
+    "text", ["Connection closed by peer [127.0.0.1]:4711", "failed to recv, got 0 bytes"]
 )
 def test_what_gloo_says_of_a_rank_that_left_is_a_consequence(text: str) -> None:
     assert record_of(0, None, RuntimeError(text)).consequence
@@ -85,12 +80,7 @@ def test_a_stop_that_was_asked_for_is_one_line() -> None:
 def test_what_needs_no_explanation_gets_none() -> None:
     assert exit_message([DONE, REQUEUE], 2) == ""
     assert named(exit_message([BAD, RAISED, KILLED], 6), BAD.line)
-
-
-def test_a_failure_of_torchrun_is_told() -> None:
-    error = ExitRecord(TORCHRUN, 1, traceback="RuntimeError: no store\n")
-    silent = ExitRecord(0, 1, "was stopped", consequence=True)
-    assert exit_message([error, silent], 2).startswith("trainer: torchrun failed:\nRuntimeError: no store\n")
+    assert exit_message([replace(BAD, rank=0), BAD], 4).count("\n") == 1, "of all ranks together"
 
 
 def _raised(*messages: str) -> BaseException:
@@ -107,19 +97,16 @@ KILLED_WORKER = "DataLoader worker (pid 12) is killed by signal: Killed. "
 TERMINATED = "DataLoader worker (pid 12) is killed by signal: Terminated. "
 
 
+SEVERAL = "DataLoader worker (pid(s) 12, 13) exited unexpectedly"
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            _raised("", KILLED_WORKER, "DataLoader worker (pid(s) 12, 13) exited unexpectedly", TERMINATED),
-            "12 SIGKILL dmesg",
-        ),
+        (_raised("", KILLED_WORKER, SEVERAL, TERMINATED), "12 SIGKILL dmesg"),
         (_raised(f"InternalTorchDynamoError: RuntimeError: {TERMINATED}\n\nfrom user code"), "12 SIGTERM"),
-        (
-            _raised("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details"),
-            "12 3",
-        ),
-        (_raised("", "DataLoader worker (pid(s) 12, 13) exited unexpectedly"), "12 13"),
+        (_raised("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details"), "12 3"),
+        (_raised("", SEVERAL), "12 13"),
         (_raised("DataLoader worker (pid 12) is killed by signal: Bus error. It is"), "12 SIGBUS shm"),
         (_raised("the loss is a list", TERMINATED), ""),  # the first error is the cause
     ],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
 from tests.helpers.job_files import printed
-from tests.helpers.ways import Ended, Job, Started
-from tests.launch.test_ways_in import REFUSALS, WATCHED, bits_of, check, data_of, place
 
 # Without a Slurm: tests/commands/test_job_slurm.py (scripts), test_cluster.py (what srun says).
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -123,49 +120,11 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     assert _manifest(run)["status"] == "finished"
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-1.log"]
     # One that never stopped, on one node.
-    words = [word for setting in SETTINGS for word in ("--set", setting)]
-    whole = preloaded.run(
-        [
-            sys.executable,
-            "-m",
-            "trainer",
-            "train",
-            "digits",
-            "--nproc-per-node",
-            "2",
-            "--out",
-            tmp_path / "whole",
-            *words,
-        ],
-        cwd=ROOT,
-    )
+    trained = [sys.executable, "-m", "trainer", "train", "digits", "--nproc-per-node", "2", *SETTINGS]
+    whole = preloaded.run([*trained, "--out", tmp_path / "whole"], cwd=ROOT)
     assert whole.returncode == 0, whole.stderr
     weights = [folder / "model.safetensors" for folder in (run, tmp_path / "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_a_task_for_each_rank_ends_as_the_table_of_all_ways_says(slurm: Slurm, tmp_path: Path) -> None:
-    """With srun's own exit code; and to the bits of the launcher's two ranks."""
-    cases = {"own": (Job("own.py", WATCHED), ()), **{case: REFUSALS[case] for case in ("syntax", "folder")}}
-    script = tmp_path / "ways.sbatch"
-    lines = [
-        "#!/bin/bash",
-        "#SBATCH --ntasks=2 --cpus-per-task=1 --mem=3G",
-        f"#SBATCH --output={tmp_path}/out",
-    ]
-    for number, (case, (asked, _)) in enumerate(cases.items()):
-        here = place(tmp_path / case)
-        srun = f"MASTER_PORT={PORT + number} srun --chdir={here} --error={here}/stderr"
-        lines.append(f"{srun} {VENV}/bin/trainer {shlex.join(asked.words)}; echo $? > {here}/code")
-    script.write_text("\n".join([*lines, "exit 0", ""]))
-    slurm.completes(slurm.tell("sbatch", "--parsable", str(script)), tmp_path / "out")
-    for case, (_, names) in cases.items():
-        said = (tmp_path / case / "stderr").read_text().splitlines()
-        ended = Ended(int((tmp_path / case / "code").read_text()), said)
-        check(case, "slurm 2", tmp_path / case, ended, names)
-    alike = place(tmp_path / "launcher")
-    assert Started("launcher 2", alike, cases["own"][0]).end().code == 0
-    assert (bits_of(alike), data_of(alike)) == (bits_of(tmp_path / "own"), data_of(tmp_path / "own"))
 
 
 def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: Slurm, tmp_path: Path) -> None:
@@ -190,13 +149,3 @@ def test_variables_reach_each_node_where_the_site_passes_none(slurm: Slurm, tmp_
     told = [line for line in _text(log).splitlines() if line.startswith("got ")]
     port = PORT + int(job) % 1000
     assert sorted(told) == [f"got a  b a-b=c nothing {port} {rank}" for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("name", ["it's a #b;c", 'say "x" $(id) `id`', "-x --uid=0"])
-def test_sbatch_reads_a_directive_as_it_was_given(slurm: Slurm, tmp_path: Path, name: str) -> None:
-    text = printed("slurm", "--out", str(tmp_path / "job"), "--account", name)
-    (tmp_path / "job.sbatch").write_text(text)
-    job = slurm.tell("sbatch", "--parsable", "--hold", str(tmp_path / "job.sbatch"), cwd=tmp_path)
-    told = slurm.tell("scontrol", "show", "job", job)
-    slurm.tell("scancel", job)
-    assert f" Account={name} " in told.replace("\n", " ")

@@ -21,31 +21,28 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_code_and_cause_stand_there(file: Path) -> None:
-    leave_message(2, "trainer: data.path=/none: no such folder\n", POD)
-    assert file.read_text() == "exit code 2: data.path=/none: no such folder\n"
-    leave_message(75, "", POD)
-    assert file.read_text() == "exit code 75: stopped with a checkpoint, to be resumed\n"
-    leave_message(1, "", POD)
-    assert file.read_text() == "exit code 1\n"
-
-
-def test_nothing_is_written_by_a_run_that_is_through_nor_outside_of_a_pod(file: Path) -> None:
+def test_code_and_cause_stand_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a run that is through, nor outside of a pod, nor where Kubernetes made no file."""
     leave_message(0, "", POD)
     leave_message(1, "trainer: it failed\n", {})
     assert file.read_text() == ""
+    for code, text, said in (
+        (2, "trainer: data.path=/none: no such folder\n", "exit code 2: data.path=/none: no such folder\n"),
+        (75, "", "exit code 75: stopped with a checkpoint, to be resumed\n"),
+        (1, "", "exit code 1\n"),
+    ):
+        leave_message(code, text, POD)
+        assert file.read_text() == said
     file.unlink()
     leave_message(1, "trainer: it failed\n", POD)
-    assert not file.exists(), "it is Kubernetes' to make"
+    assert not file.exists()
+    file.touch()
 
-
-@pytest.mark.usefixtures("file")
-def test_a_file_that_can_not_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
-    leave_message(1, "trainer: it failed\n", POD)
+    leave_message(1, "trainer: it failed\n", POD)  # ends nothing
 
 
 def test_it_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_a_host_that_has_another_run_folder_is_named(
         answer = as_json(PreparedRun(recipe, "digits", tmp_path))
         say_to_all(turns, "prepared", {"token": "token", "seconds": 0.1, **answer})
         with suppress(LostPeerError):  # where the other refuses
-            wait_for_all(turns, SECONDS if shared else 1.0)
+            wait_for_all(turns, SECONDS if shared else 0.3)
 
     def other(turns: Turns) -> Any:
         with ExitStack() as stack:

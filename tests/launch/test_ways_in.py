@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.waiting import until
-from tests.helpers.ways import RAISED, RANKS, Ended, Job, Started
+from tests.helpers.ways import OWN, RAISED, RANKS, Ended, Job, Started
 
 # How a case ends: its exit code, its lines on standard error, and its folder: `run` where a run is in it,
 # `rest` where a folder without a run is left.
 ENDS = {
-    **dict.fromkeys(("digits", "own", "resume", "finished", "late"), (0, 0, "run")),
+    **dict.fromkeys(("own", "resume", "finished", "late"), (0, 0, "run")),
     "stop": (75, 0, "run"),
     "other": (2, 1, "run"),
     "full": (2, 1, "rest"),
@@ -28,35 +28,6 @@ ENDS = {
 }
 REFUSED = (2, 1, "none")
 
-OWN = """
-import numpy as np
-from torch import nn
-from torch.nn import functional as F
-
-RECIPE = {
-    "max_steps": 6,
-    "data": {"global_batch_size": 8, "micro_batch_size": 4, "workers": 0},
-    "evaluation": {"every": "end"},
-    "parallel": {"threads": 1, "reduction": "tree"},
-    "log": {"every": 2, "to": ["jsonl"]},
-    "checkpoint": {"every": 0, "minutes": 0, "best": False},
-}
-
-
-class Own:
-    def data(self):
-        x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
-        return {"x": x, "y": x[:, :1]}, {"x": x[:30], "y": x[:30, :1]}
-
-    def model(self):
-        return nn.Linear(2, 1)
-
-    def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}
-"""
 HOOK = """
 class Watch:
     def after_step(self, row):
@@ -89,36 +60,32 @@ class Slow(Own):
 
 del Own
 """
+# Once, in rank 0, which prepares first.
+LATE = """
+import os, time
+
+def late():
+    if os.environ["RANK"] == "0" and not os.path.exists("late"):
+        open("late", "w").close()
+        time.sleep(2.2)
+"""
 FILES = {
     "own.py": OWN,
     "once.py": ONCE,
     "watch.py": HOOK,
     "syntax.py": f"{OWN}\nclass :\n",
-    "import.py": f"{OWN}\nimport no_such_module\n",
-    "method.py": OWN.replace('reduction="none"', 'reduction="mean"'),
-    "own_data.py": OWN.replace("np.arange(200, dtype=np.float32)", "np.load('nowhere.npy')"),
     "leaves.py": OWN.replace("x = np", "raise SystemExit(0)\n        x = np"),
     "table/train.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
     "table/val.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
-    "late.py": OWN.replace("x = np", "__import__('time').sleep(2.5)\n        x = np"),
+    "late.py": OWN.replace("x = np", "late()\n        x = np") + LATE,
     "slow.py": f"{OWN}\n{SLOW}",
 }
 WATCHED = {"data.limit": 24, "hooks.use": ["watch.py:Watch"]}
-DIGITS = {
-    **{"max_steps": 3, "data.micro_batch_size": 32, "data.workers": 0, "model.width": 4},
-    **{"parallel.threads": 1, "evaluation.every": "end", "log.to": ["jsonl"]},
-}
 # Refusals: the job, and the names in its line.
 REFUSALS: dict[str, tuple[Job, tuple[str, ...]]] = {
     "syntax": (Job("syntax.py"), ("syntax.py",)),
     "key": (Job("own.py", {"optim.lr": -1}), ("optim.lr",)),
-    "import": (Job("import.py"), ("import.py", "no_such_module")),
-    "method": (Job("method.py"), ("method.py", "loss")),
-    "batch": (Job("own.py", {"data.global_batch_size": 9}), ("data.global_batch_size",)),
     "folder": (Job("digits", {"data.name": "folder", "data.path": "nowhere"}), ("data.path", "nowhere")),
-    "own data": (Job("own_data.py"), ("own_data.py", "nowhere.npy")),
-    "weights": (Job("digits", {"model.pretrained": "gone.safetensors"}), ("model.pretrained", "gone.safe")),
-    "hook": (Job("own.py", {"hooks.use": ["gone.py:Watch"]}), ("hooks.use", "gone.py")),
     "late hook": (
         Job("own.py", {"hooks.use": ["watch.py:Failing"]}),
         ("watch.py:Failing", "PASSWORD_FILE"),
@@ -186,42 +153,30 @@ def bits_of(folder: Path) -> str:
     return hashlib.sha256((folder / "run" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_recipe_is_trained_to_the_same_bits(tmp_path: Path) -> None:
-    bits: dict[int, set[str]] = {}
-    data = set()
-    for way, ranks in RANKS.items():
-        folder = place(tmp_path / way)
-        check("digits", way, folder, job(folder, way, Job("digits", DIGITS)))
-        assert manifest_of(folder)["world_size"] == ranks
-        bits.setdefault(ranks, set()).add(bits_of(folder))
-        data.add(data_of(folder))
-    assert {ranks: len(found) for ranks, found in bits.items()} == {1: 1, 2: 1}
-    assert len(data) == 1
-
-
-def _train_own(folder: Path, way: str) -> tuple[str, str]:
-    """A custom task's bits and data: with fewer samples than it has, and a hook that wants rows."""
-    check("own", way, place(folder), job(folder, way, Job("own.py", WATCHED)))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A custom task: with fewer samples than it has, and a hook that wants rows."""
+    folder = place(tmp_path_factory.mktemp("ways") / "whole")
+    check("own", "launcher 2", folder, job(folder, "launcher 2", Job("own.py", WATCHED)))
     assert len((folder / "watched").read_text().splitlines()) == 3, "once for a job, not for a rank"
     assert "24" in manifest_of(folder)["fingerprint"]["training data"].split()
-    return bits_of(folder), data_of(folder)
+    return folder
 
 
-def test_a_custom_task_is_trained_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    """The same over all ways, as the sums are the same for any number of ranks."""
-    whole = {_train_own(tmp_path / "whole" / way, way) for way in RANKS}
-    assert len(whole) == 1
+def test_a_custom_task_is_trained_and_resumed_to_the_same_bits(tmp_path: Path, whole: Path) -> None:
+    """A part by each way, as the sums are the same for any number of ranks."""
     asked, folder = Job("own.py", WATCHED), place(tmp_path / "parts")
     steps = [("stop", "launcher 1", "2"), ("stop", "torchrun 2", "3"), ("stop", "slurm 2", "4")]
     for case, way, after in steps:
         check(case, way, folder, job(folder, way, asked._replace(options={"stop-after": after})))
         assert manifest_of(folder)["status"] == "stopped"
+        assert manifest_of(folder)["world_size"] == RANKS[way]
     check("resume", "fit", folder, job(folder, "fit", asked))
-    assert {(bits_of(folder), data_of(folder))} == whole
+    assert (bits_of(folder), data_of(folder)) == (bits_of(whole), data_of(whole))
     before = (folder / "run" / "manifest.json").read_bytes()
-    other = asked._replace(settings={**WATCHED, "seed": 7})
+    check("finished", "torchrun 1", folder, job(folder, "torchrun 1", asked))
     for way in ("launcher 2", "fit"):
-        check("finished", way, folder, job(folder, way, asked))
+        other = asked._replace(settings={**WATCHED, "seed": 7})
         check("other", way, folder, job(folder, way, other), ("seed",))
     assert (folder / "run" / "manifest.json").read_bytes() == before
 
@@ -236,7 +191,7 @@ def test_what_is_wrong_is_refused(case: str, way: str, tmp_path: Path) -> None:
     check(case, way, folder, job(folder, way, asked), names)
 
 
-@pytest.mark.parametrize("way", ["launcher 2", "torchrun 1", "slurm 2", "fit"])
+@pytest.mark.parametrize("way", ["torchrun 1", "slurm 2", "fit"])
 def test_a_signal_while_it_prepares(way: str, tmp_path: Path) -> None:
     folder = place(tmp_path / "here")
     started = Started(way, folder, Job("slow.py"))
@@ -245,25 +200,22 @@ def test_a_signal_while_it_prepares(way: str, tmp_path: Path) -> None:
     check("signal", way, folder, started.end(), ("SIGTERM",))
 
 
-@pytest.mark.parametrize("way", ["launcher 1", "torchrun 2", "slurm 2"])
-def test_a_signal_while_it_prepares_to_resume(way: str, tmp_path: Path) -> None:
+def test_a_signal_while_it_prepares_to_resume(tmp_path: Path) -> None:
     folder = place(tmp_path / "here")
     assert job(folder, "launcher 1", Job("own.py", {}, {"stop-after": "3"})).code == 75
-    started = Started(way, folder, Job("slow.py"))
-    until((folder / "prepares").exists)
-    started.send(signal.SIGTERM)
-    check("requeue", way, folder, started.end(), ("SIGTERM",))
+    for way in ("launcher 2", "slurm 2"):
+        (folder / "prepares").unlink(missing_ok=True)
+        started = Started(way, folder, Job("slow.py"))
+        until((folder / "prepares").exists)
+        started.send(signal.SIGTERM)
+        check("requeue", way, folder, started.end(), ("SIGTERM",))
 
 
-@pytest.mark.parametrize("way", ["torchrun 2"])
-def test_ranks_that_fail_are_started_again(way: str, tmp_path: Path) -> None:
+def test_ranks_that_fail_are_started_again(tmp_path: Path, whole: Path) -> None:
     """By torchrun over the same store, in the same run folder."""
-    settings = {"hooks.use": ["once.py:Once"], "checkpoint.every": 1}
-    asked = Job("own.py", settings, {"max-restarts": "1"})
-    whole = tmp_path / "whole"
-    check("own", way, place(whole), job(whole, way, Job("own.py")))
+    settings = {"data.limit": 24, "hooks.use": ["once.py:Once"], "checkpoint.every": 1}
     folder = place(tmp_path / "here")
-    assert job(folder, way, asked).code == 0
+    assert job(folder, "torchrun 2", Job("own.py", settings, {"max-restarts": "1"})).code == 0
     assert manifest_of(folder)["restarts"] == 1
     assert bits_of(folder) == bits_of(whole)
 

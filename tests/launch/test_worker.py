@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from trainer.config.recipe_file import load_recipe
-from trainer.config.section import config_hash
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
 from trainer.host.affinity import CpuShares
 from trainer.launch import worker
@@ -133,18 +132,14 @@ def test_what_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_fork(check)
 
 
-@pytest.mark.parametrize("name", ["digits", "gpt2-124m"])
-def test_a_request_arrives_as_it_was_made(name: str) -> None:
-    recipe = load_recipe(name, ["optim.lr=0.1", "seed=7"])
-    request = Request(recipe, name, Path("/runs/x"), "force", 7, "torch", "trainer train")
+def test_a_request_arrives_as_it_was_made() -> None:
+    recipe = load_recipe("gpt2-124m", ["optim.lr=0.1", "seed=7"])
+    request = Request(recipe, "mine", Path("/runs/x"), "force", 7, "torch", "trainer train")
     source = StartingPoint(Path("/runs/y"), "best", "y@best")
     for one in (request, replace(request, source=source, settings=["seed=7"])):
         assert from_json(Request, json.loads(json.dumps(as_json(one)))) == one
     begun_from = BegunFrom(folder="/runs/y", run_id="00ff", step=3, hash="ff", differs=["seed: 0, now 7"])
     weights = Pretrained(source="hub:a/b@main", revision="1" * 40, sha256="2" * 64)
-    prepared = PreparedRun(recipe, name, Path("/runs/x"))
-    ended = replace(prepared, ended=("finished", 0))
-    for told in (prepared, ended, replace(prepared, begun_from=begun_from, pretrained=weights)):
+    prepared = PreparedRun(recipe, "mine", Path("/runs/x"), begun_from=begun_from, pretrained=weights)
+    for told in (prepared, replace(prepared, ended=("finished", 0))):
         assert from_json(PreparedRun, json.loads(json.dumps(as_json(told)))) == told
-    arrived = from_json(Request, json.loads(json.dumps(as_json(request))))
-    assert config_hash(arrived.recipe) == config_hash(recipe)

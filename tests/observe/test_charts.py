@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.observe.text import (
-    escaped,
-    plain,
-)
 from trainer.runs.report.charts import Line, line_chart, make_axis
 from trainer.runs.report.thin import Cell, ThinnedRows, thinned
 
@@ -65,11 +61,3 @@ def test_axes_have_a_few_round_ticks_between_their_ends(
     assert 2 <= len(places) <= 12 or axis.log
     assert all(0 <= one < other <= 1 for one, other in pairwise(places))
     assert len({text for _, text in axis.ticks}) == len(axis.ticks)
-
-
-@given(st.one_of(st.text(), st.recursive(st.none() | st.booleans() | st.floats() | st.integers(), st.lists)))
-def test_any_value_becomes_text_that_html_may_hold(value: Any) -> None:
-    text = escaped(value, 50)
-    assert not set("<>\"'") & set(text) and "\x1b" not in text
-    text.encode("utf-8", "strict")
-    assert len(plain(value, 50)) <= 50

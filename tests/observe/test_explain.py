@@ -113,16 +113,3 @@ def test_ranks_that_are_slow_in_turns_are_no_stragglers() -> None:
     turns: list[Any] = [{**times, "slow_rank": number % 2} for number in range(5)]
     assert diagnose(merge(turns), two).cause == "none"
     assert diagnose(merge([{**one, "slow_rank": 1} for one in turns]), two).cause == "straggler"
-
-
-def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:
-    metrics = {
-        "time/wall": 1.0,
-        "time/data": 0.6,
-        "time/forward": 0.4,
-        "loader/cpu": 1.0,
-        "loader/workers": 1,
-    }
-    verdict = diagnose(metrics, FACTS)
-    assert verdict.cause == "data-cpu"
-    assert "2.4 x" in verdict.text

@@ -4,9 +4,10 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -161,21 +162,41 @@ class FakeNvml:
 
     NVMLError = Lost
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+    TOLD: ClassVar[dict[str, Callable[[dict[str, Any]], Any]]] = {
+        "GetUUID": lambda gpu: str(gpu["uuid"]).encode(),
+        "GetUtilizationRates": lambda gpu: SimpleNamespace(gpu=gpu["busy"]),
+        "GetMemoryInfo": lambda gpu: SimpleNamespace(used=gpu["used"], total=80 * GIB),
+        "GetClockInfo": lambda gpu: gpu["clock"],
+        "GetPowerUsage": lambda gpu: gpu["power"],
+        "GetEnforcedPowerLimit": lambda gpu: 7 * gpu["clock"] * 100,
+        "GetTemperature": lambda gpu: gpu["power"] // 5000,
+        "GetCurrentClocksThrottleReasons": lambda gpu: gpu["reasons"],
+        "GetTotalEnergyConsumption": lambda gpu: gpu["energy"],
+    }
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, *untold: str) -> None:
+        first = {"uuid": "GPU-aaaa-1", "power": 100_000, "energy": 5_000_000, "reasons": 0x4, "busy": 40}
+        second = {"uuid": "GPU-bbbb-2", "power": 300_000, "energy": 9_000_000, "reasons": 0x1, "busy": 60}
         self.gpus: list[dict[str, Any]] = [
-            {"uuid": "GPU-aaaa-1", "power": 100_000, "energy": 5_000_000, "reasons": 0x4, "used": 10 * GIB},
-            {"uuid": "GPU-bbbb-2", "power": 300_000, "energy": 9_000_000, "reasons": 0x1, "used": 30 * GIB},
+            {**first, "clock": 1000, "used": 10 * GIB},
+            {**second, "clock": 1000, "used": 30 * GIB},
         ]
         self.closed = 0
-        for name, value in changes.items():
-            for gpu in self.gpus:
-                gpu[name] = value
+        for gpu in self.gpus:
+            for name in untold:
+                del gpu[name]
 
-    def _of(self, handle: dict[str, Any], name: str) -> Any:
-        if handle.get(name) is None or handle.get("lost"):
-            raise Lost
-        return handle[name]
+    def __getattr__(self, name: str) -> Any:
+        if (kind := name.removeprefix("nvmlDevice")) not in self.TOLD:
+            raise AttributeError(name)
+
+        def call(gpu: dict[str, Any], *_: Any) -> Any:
+            try:
+                return self.TOLD[kind](gpu)
+            except KeyError:
+                raise Lost from None
+
+        return call
 
     def nvmlInit(self) -> None: ...  # noqa: N802
 
@@ -190,34 +211,6 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:  # noqa: N802
         return {"uuid": uuid, "used": GIB}
-
-    def nvmlDeviceGetUUID(self, handle: dict[str, Any]) -> bytes:  # noqa: N802
-        return str(handle["uuid"]).encode()
-
-    def nvmlDeviceGetUtilizationRates(self, handle: dict[str, Any]) -> Any:  # noqa: N802
-        self._of(handle, "power")
-        return SimpleNamespace(gpu=40 if handle["uuid"].startswith("GPU-a") else 60)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: dict[str, Any]) -> Any:  # noqa: N802
-        return SimpleNamespace(used=self._of(handle, "used"), total=80 * GIB)
-
-    def nvmlDeviceGetClockInfo(self, handle: dict[str, Any], _: int) -> int:  # noqa: N802
-        return 1000 + 0 * int(self._of(handle, "power"))
-
-    def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> int:  # noqa: N802
-        return int(self._of(handle, "power"))
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: dict[str, Any]) -> int:  # noqa: N802
-        return 700_000 + 0 * int(self._of(handle, "power"))
-
-    def nvmlDeviceGetTemperature(self, handle: dict[str, Any], _: int) -> int:  # noqa: N802
-        return int(self._of(handle, "power")) // 5000
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: dict[str, Any]) -> int:  # noqa: N802
-        return int(self._of(handle, "reasons"))
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: dict[str, Any]) -> int:  # noqa: N802
-        return int(self._of(handle, "energy"))
 
 
 def test_figures_of_two_gpus() -> None:
@@ -254,13 +247,16 @@ def test_the_gpus_are_those_of_the_ranks(visible: str | None, ranks: int, uuids:
 
 
 def test_energy_from_power_where_there_is_no_counter() -> None:
-    gpus = Nvml({}, 2, FakeNvml(energy=None))
+    gpus = Nvml({}, 2, FakeNvml("energy"))
     first = gpus.sample(0.5)[0]["energy/joules"]
     assert gpus.sample(2.0)[0]["energy/joules"] - first == pytest.approx(800.0)
 
 
 def test_what_is_not_told_is_absent() -> None:
-    assert Nvml({}, 2, FakeNvml(lost=True)).sample(0.5) == ({}, [])
+    assert Nvml({}, 2, FakeNvml("busy", "used", "clock", "power", "reasons", "energy")).sample(0.5) == (
+        {},
+        [],
+    )
     mig, _ = Nvml({"CUDA_VISIBLE_DEVICES": "MIG-x"}, 1, FakeNvml()).sample(0.5)
     assert mig == {"gpu/memory_bytes": GIB, "gpu/memory_total_bytes": 80 * GIB}
 

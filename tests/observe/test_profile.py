@@ -1,6 +1,5 @@
 """Promise: `--profile` shows the time by operator and module, and doesn't change the run."""
 
-import argparse
 import gc
 import gzip
 import json
@@ -14,15 +13,9 @@ import torch
 from torch import nn
 
 from tests.helpers.clock import Clock
-from trainer.cli import make_parser
-from trainer.commands.train import options_of
-from trainer.config.recipe_file import load_recipe
-from trainer.launch.launcher import Launched
 from trainer.observe import phases, profile as profile_module
 from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
 from trainer.observe.profile import TRACE, Profile
-from trainer.train.request import Request, from_json
-from trainer.train.start import job as starting
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")
@@ -84,48 +77,40 @@ def make_net() -> Net:
     return Net()
 
 
-def profiled(folder: Path, steps: int = 9, **settings: Any) -> tuple[str, Net, list[float]]:
+def profiled(folder: Path) -> tuple[str, Net, list[float]]:
     model = make_net()
-    profile = Profile(folder, model, CPU, **{"skip": 2, "warm_up": 1, "active": 3, **settings})
-    losses = train(model, profile, steps)
+    profile = Profile(folder, model, CPU, skip=2, warm_up=1, active=3)
+    losses = train(model, profile, 9)
     return profile.close(), model, losses
 
 
-def read_checksums(folder: Path) -> list[dict[str, Any]]:
+def read_trace(folder: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = json.loads(gzip.decompress((folder / TRACE).read_bytes()))["traceEvents"]
     return events
 
 
-def test_the_trace_holds_phases_and_modules(tmp_path: Path) -> None:
-    profiled(tmp_path)
-    names = [event.get("name", "") for event in read_checksums(tmp_path) if event.get("ph") == "X"]
-    for phase in ("data", "forward", "backward", "update"):
-        assert names.count(f"phase/{phase}") == 3, phase
-    for module in ("stem", "slow", "blocks", "blocks.0", "blocks.1"):
-        assert names.count(f"module/{module}") == 3, module
-    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
-
-
-def test_the_text_names_operators_and_modules(tmp_path: Path) -> None:
-    text, _, _ = profiled(tmp_path)
-    operators, modules, trace = text.split("\n\n")
-    assert len(operators.splitlines()) == 21 and "aten::mm " in operators
-    assert "module/" not in operators and "phase/" not in operators
-    calls = {row.split()[0]: row.split()[1] for row in modules.splitlines()[1:]}
-    assert calls == dict.fromkeys(("stem", "slow", "blocks", "blocks.0", "blocks.1"), "3")
-    assert trace.startswith(f"trace: {tmp_path / TRACE}")
-
-
-def test_the_run_stays_as_it_is(tmp_path: Path) -> None:
+def test_phases_and_modules_are_shown_and_the_run_stays_as_it_is(tmp_path: Path) -> None:
     heard: list[Phase] = []
     PHASE_TIMER.on_device = heard.append
-    _, model, losses = profiled(tmp_path)
+    text, model, losses = profiled(tmp_path)
     assert PHASE_TIMER.on_device == heard.append
     assert len(heard) == 9 * 5  # and it heard every mark
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     plain = make_net()
     assert train(plain, None, 9) == losses
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    names = [event.get("name", "") for event in read_trace(tmp_path) if event.get("ph") == "X"]
+    modules = ("stem", "slow", "blocks", "blocks.0", "blocks.1")
+    for shown in ("data", "forward", "backward", "update"):
+        assert names.count(f"phase/{shown}") == 3, shown
+    for module in modules:
+        assert names.count(f"module/{module}") == 3, module
+    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
+    operators, table, trace = text.split("\n\n")
+    assert len(operators.splitlines()) == 21 and "aten::mm " in operators
+    assert "module/" not in operators and "phase/" not in operators
+    assert {row.split()[0]: row.split()[1] for row in table.splitlines()[1:]} == dict.fromkeys(modules, "3")
+    assert trace.startswith(f"trace: {tmp_path / TRACE}")
 
 
 def test_what_the_profiler_takes_is_no_phase_of_the_run(
@@ -161,21 +146,3 @@ def test_it_does_nothing_outside_its_steps(tmp_path: Path) -> None:
         sys.setprofile(None)
         gc.enable()
     assert calls == ["step_done"] * 100 + [test_it_does_nothing_outside_its_steps.__name__]  # setprofile
-
-
-@pytest.mark.parametrize(("flag", "kind"), [("--profile", "torch"), (None, None)])
-def test_the_flag_reaches_the_ranks(
-    flag: str | None, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passed: list[dict[str, Any]] = []
-
-    def launch(_: str, request: dict[str, Any], *__: Any, **___: Any) -> Launched:
-        passed.append(request)
-        return Launched(0, request)
-
-    monkeypatch.setattr(starting, "launch", launch)
-    words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
-    options: argparse.Namespace = make_parser().parse_args([*words, *([flag] if flag else [])])
-    assert options.profile == kind
-    assert starting.start(options_of(options), load_recipe("digits", ["device=cpu"]), auto=False) == 0
-    assert from_json(Request, passed[0]).profile == kind

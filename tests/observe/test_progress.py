@@ -17,6 +17,7 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.ports import free_port
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import same
 from tests.helpers.toys import before_each_step_ends
 from trainer.config.training import LogConfig
 from trainer.observe.progress import Progress, check_metrics_port, served
@@ -155,7 +156,7 @@ def test_a_port_that_is_taken_is_refused_or_told(capsys: pytest.CaptureFixture[s
         check_metrics_port(LogConfig(metrics_port=free_port(), metrics_host="no.such.host.invalid"))
 
 
-def test_a_run_shows_what_its_rows_say_and_trains_the_same(tmp_path: Path) -> None:
+def test_a_run_shows_what_its_rows_say_and_trains_the_same(tmp_path: Path, whole: Path) -> None:
     port, seen = free_port(), tmp_path / "seen.json"
 
     def look_at_step_12() -> None:
@@ -177,7 +178,4 @@ def test_a_run_shows_what_its_rows_say_and_trains_the_same(tmp_path: Path) -> No
     measured = [row for row in read_rows(tmp_path / "run", ("eval",)) if row["step"] == 8]
     assert page['trainer_eval{metric="accuracy"}'] == measured[0]["accuracy"]
     assert any(name.startswith("trainer_run_info{") and 'run="run"' in name for name in page)
-    plain = attempt(tmp_path / "plain", small())
-    assert plain.code == 0, plain.said
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "plain")]
-    assert weights[0] == weights[1]
+    assert same(tmp_path / "run", whole)

@@ -15,7 +15,7 @@ from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer.data.batch import Batch
 from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock
-from trainer.observe.flops import Count, peak_flops, waits
+from trainer.observe.flops import Count, peak_flops
 from trainer.observe.log import Sources
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
 from trainer.observe.timeline import (
@@ -145,28 +145,18 @@ class Event:
         return float(end_event.at - self.at) * 1e3
 
 
-def on_a_device(
-    host: dict[str, float], device: dict[str, float], steps: int = 16, first: int = 0
-) -> tuple[DeviceTimes, Box]:
-    """What the timeline says of steps whose phases take so long on the host and on the device."""
-    clock = Box()
-    marks = DeviceTimeline(clock.event, first=first)
-    for step in range(1, steps + 1):
+def test_a_device_that_waits_for_data_says_so() -> None:
+    clock, work = Box(), {"forward": 0.010, "backward": 0.020, "update": 0.002}
+    marks = DeviceTimeline(clock.event, first=0)
+    for step in range(1, 17):
         PHASE_TIMER.step = step
         for phase in ("data", "host", "forward", "backward", "update", "logging"):
             marks(phase)
-            clock.now += host.get(phase, 10e-6)
-            if phase in device:
-                clock.launch(device[phase])
+            clock.now += 0.050 if phase == "data" else 10e-6
+            if phase in work:
+                clock.launch(work[phase])
     clock.now = clock.free_at
-    return marks.read(), clock
-
-
-WORK = {"forward": 0.010, "backward": 0.020, "update": 0.002}
-
-
-def test_a_device_that_waits_for_data_says_so() -> None:
-    split, _ = on_a_device({"data": 0.050}, WORK)
+    split = marks.read()
     assert split.steps == 4
     assert split.seconds["data"] / 4 == pytest.approx(0.050 - 0.032, rel=0.02)
     assert split.seconds["backward"] / 4 == pytest.approx(0.020, rel=0.02)
@@ -188,10 +178,9 @@ def test_steps_that_are_not_over_yet_are_read_later() -> None:
     assert marks.read().steps == 0
 
 
-@pytest.mark.parametrize("log_every", [4, 50])
-def test_the_first_steps_explain_themselves_alone(log_every: int) -> None:
+def test_the_first_steps_explain_themselves_alone() -> None:
     """Loading cuDNN and compiling take seconds of the first steps: of those, and of no others."""
-    clock, start = Box(), 0.0
+    clock, start, log_every = Box(), 0.0, 4
     marks, rows = DeviceTimeline(clock.event), list[dict[str, float]]()
     PHASE_TIMER.reset()
     host = clock_reading(0)
@@ -295,21 +284,6 @@ def test_who_waits_for_the_device_is_named_with_its_line(device: torch.device) -
     assert file == __file__
     assert "the line that is named" in open(file).read().splitlines()[int(number) - 1]  # noqa: PTH123, SIM115
     assert count.per_sample == OPERATIONS  # where shapes alone don't do, a few samples
-
-
-def test_copies_to_the_host_wait_unless_they_are_told_not_to() -> None:
-    gpu, host = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
-
-    def wait(name: str, *args: Any, **kwargs: Any) -> bool:
-        return waits(name, args, kwargs, gpu.device)
-
-    assert wait("aten::_to_copy", gpu, device="cpu")
-    assert wait("aten::copy_", host, gpu)
-    assert not wait("aten::copy_", host, gpu, True)
-    assert not wait("aten::_to_copy", gpu, device="cpu", non_blocking=True)
-    assert not wait("aten::_to_copy", gpu, dtype=torch.float16)
-    assert wait("aten::_local_scalar_dense", gpu)
-    assert not wait("aten::_local_scalar_dense", host)
 
 
 @pytest.mark.parametrize(

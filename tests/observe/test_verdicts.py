@@ -2,15 +2,12 @@
 
 import dataclasses
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.slowdowns import bases, gpu, record
-from benchmarks.slowdowns.cases import FIRST
-from benchmarks.slowdowns.run import execute
+from benchmarks.slowdowns import gpu, record
 from trainer.config.training import CheckpointConfig, EvaluationConfig
 from trainer.observe.advice import host_clock
 from trainer.observe.diagnosis import Facts, diagnose_run, fewer_checkpoints, fewer_evaluations
@@ -28,37 +25,28 @@ WRONG = {
 }
 
 
-LONG = {"time/wall": 10.0, "time/start": 1.0, "time/forward": 4.0, "time/backward": 4.0, "time/update": 0.5}
 ALONE = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samples=64, micro_batch_size=8)
+
+
+def of(**seconds: float) -> dict[str, float]:
+    return {f"time/{name}": value for name, value in seconds.items()}
+
+
+LONG = of(wall=10.0, start=1.0, forward=4.0, backward=4.0, update=0.5)
 
 
 @pytest.mark.parametrize(
     ("metrics", "profiled", "cause", "text"),
     [
         (LONG, False, "none", "94%"),
-        ({**LONG, "time/gc": 6.0}, True, "unknown", "profiler"),
+        ({**LONG, **of(gc=6.0)}, True, "unknown", "profiler"),
         # In a second of training anything is a large share.
-        ({"time/wall": 3.0, "time/start": 2.1, "time/gc": 0.5}, False, "unknown", "0.9 s"),
+        (of(wall=3.0, start=2.1, gc=0.5), False, "unknown", "0.9 s"),
         # What torch.compile takes is neither computing nor waiting.
-        (
-            {"time/wall": 30.0, "time/forward": 29.0, "time/compile": 29.2},
-            False,
-            "unknown",
-            "0.8 s of training after the start and 29.2 s of compiling",
-        ),
-        (
-            {"time/wall": 30.0, "time/forward": 24.0, "time/compile": 20.0, "time/data": 6.0},
-            False,
-            "data-batch",
-            "60%",
-        ),
+        (of(wall=30.0, forward=29.0, compile=29.2), False, "unknown", "0.8 s of training after the start"),
+        (of(wall=30.0, forward=24.0, compile=20.0, data=6.0), False, "data-batch", "60%"),
         # Nothing stands out, and most isn't computing either.
-        (
-            {"time/wall": 10, "time/forward": 1.2, "time/data": 1.4, "time/end": 3, "time/evaluation": 4.4},
-            False,
-            "none",
-            "12%",
-        ),
+        (of(wall=10, forward=1.2, data=1.4, end=3, evaluation=4.4), False, "none", "12%"),
     ],
 )
 def test_a_run_is_not_judged_without_grounds(
@@ -115,18 +103,6 @@ def test_no_loader_advice_where_the_device_is_busy() -> None:
     advised = [kept for kept in gpu.records() if float(kept.figures["gpu/utilization"]) >= 0.7]
     assert advised
     assert not [kept.name for kept in advised if kept.judged_again().cause.startswith("data-")]
-
-
-@pytest.mark.slow
-def test_a_case_of_make_slowdowns_is_run_and_says_something(tmp_path: Path) -> None:
-    """What it names depends on what else this machine does: `make slowdowns` looks at that."""
-    case = next(case for case in FIRST if case.name == "digits-collect")
-    bases.write_recipes(tmp_path)
-    settings = ("max_steps=10", "log.every=2", "parallel.threads=1", *case.settings)
-    ending = execute(case.recipe, settings, case.injections, tmp_path, "collect", case.ranks, seconds=1200.0)
-    assert ending.code == 0, ending.text
-    assert ending.verdict["text"]
-    assert sum(row.get("time/gc", 0.0) for row in ending.rows if row["kind"] == "train") > 0
 
 
 EVERY, MINUTES, BEST, EVALUATED = (

@@ -9,32 +9,22 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.forked import attempt, replace, small
+from tests.helpers.forked import attempt, replace
+from tests.helpers.marked import flip
 from tests.helpers.refusals import named
+from tests.helpers.run_folders import held
 from trainer import cli
 from trainer.commands.verify.recorded import read_recorded
 from trainer.commands.verify.verify import altered_files
-from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.runs import folder as run_folder
-from trainer.runs.folder import is_abandoned, lock
+from trainer.runs.folder import is_abandoned
 from trainer.runs.manifest import Manifest, read_facts, update_manifest
 from trainer.train import recording
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, with rows of every kind."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    ended = attempt(folder, small(log={"every": 2, "to": ["jsonl"]}))
-    assert ended.code == 0, ended.said
-    return folder
-
-
 def _flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1  # a digit stays a digit: the line can still be read
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2, 0)  # a digit stays a digit: the line can still be read
 
 
 def test_a_flipped_byte_is_named_wherever_it_is(whole: Path, tmp_path: Path) -> None:
@@ -129,20 +119,8 @@ def test_a_run_that_nobody_holds_ended_without_saying_so(whole: Path, tmp_path: 
     assert not is_abandoned(folder, {**facts, "pid": os.getpid()})
     assert cli.main(["report", str(folder)]) == 0
     assert "ended without saying so" in (folder / "report.html").read_text()
-    child, ready = os.pipe(), os.pipe()
-    if (process := os.fork()) == 0:
-        lock(folder)
-        os.write(ready[1], b"1")
-        os.read(child[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    try:
+    with held(folder):
         assert not is_abandoned(folder, facts)
-        with pytest.raises(BadInputError):
-            lock(folder)
-    finally:
-        os.write(child[1], b"1")
-        os.waitpid(process, 0)
     (folder / ".lock").unlink()
     os.mkfifo(folder / ".lock")
     assert not is_abandoned(folder, facts)

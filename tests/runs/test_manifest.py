@@ -42,13 +42,6 @@ def test_what_is_written_is_read_again_with_the_same_keys(tmp_path: Path) -> Non
     assert read_run(tmp_path).manifest.as_facts()["from"] == begun
 
 
-def test_a_status_that_is_none_is_not_written(tmp_path: Path) -> None:
-    manifest = Manifest.model_validate(least_manifest())
-    with pytest.raises(ValueError, match="status"):
-        update_manifest(tmp_path, manifest, status="over")
-    assert not (tmp_path / "manifest.json").exists()
-
-
 def test_the_least_that_any_version_wrote_is_enough_and_more_is_no_harm(tmp_path: Path) -> None:
     stored = read_stored(write(tmp_path, least_manifest(added_later={"by": "another version"})))
     assert stored is not None

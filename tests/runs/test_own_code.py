@@ -200,10 +200,3 @@ def test_under_another_python_the_files_are_compared(code: Path) -> None:
     for one in (run, RunFolder(Path("run"), manifest.model_copy(update={"identity": None}))):
         with refused("run", "task", manifest.fingerprint["task"]):
             refuse_other_task(one, custom_task("task.py"))
-
-
-def test_a_flag_that_went_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--trust"], ["--task", "task.txt"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["evaluate", "runs/mine", *words])
-        assert ended.value.code == 2 and "--task" in capsys.readouterr().err

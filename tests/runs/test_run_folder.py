@@ -1,14 +1,9 @@
 """Promise: a run folder has one owner, its rows fit its checkpoints, and a full disk loses no training."""
 
-import contextlib
 import errno
-import json
-import multiprocessing
 import os
 import re
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +12,17 @@ import pytest
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
-from tests.helpers.run_folders import same
+from tests.helpers.run_folders import held, same
 from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
 from trainer.errors import BadInputError
 from trainer.observe.sinks import keep_rows
-from trainer.runs.folder import claim_folder, lock, newest_run, remove_unused
+from trainer.runs.folder import claim_folder, remove_unused
 from trainer.runs.manifest import read_stored
 from trainer.train.components.memory import check_space
 from trainer.train.components.task import make_task
 
 # One run at a time.
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[Any]:
-    """A process that holds a folder's lock, and has a child of its own that outlives it."""
-
-    def hold(ready: Any) -> None:
-        lock(folder)
-        if (child := os.fork()) == 0:
-            time.sleep(600)
-            os._exit(0)
-        ready.send(child)
-        time.sleep(600)
-
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(theirs,))
-    process.start()
-    child = ours.recv()
-    try:
-        yield process
-    finally:
-        process.kill()
-        os.kill(child, signal.SIGKILL)
 
 
 def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
@@ -159,25 +131,17 @@ def test_the_manifest_comes_first_and_all_is_on_the_disk_before_the_end(tmp_path
             assert events[number + 1] == ("sync", folder.name)
 
 
-def test_a_start_that_is_killed_anywhere_can_be_repeated(tmp_path: Path) -> None:
-    """Before the manifest has its name, and after; as the launcher finds it."""
-    for number, name in enumerate(("manifest.json", "config.yaml")):
-        folder = tmp_path / str(number)
+def test_a_start_that_is_killed_can_be_repeated(tmp_path: Path) -> None:
+    """Before its manifest has its name; as the launcher finds it."""
+    folder = tmp_path / "run"
 
-        def kill(name: str = name) -> None:
-            move = Path.replace
+    def kill() -> None:
+        replace(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
-            def dying(self: Path, to: Path) -> Path:
-                if to.name == name:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return move(self, to)
-
-            replace(Path, "replace", dying)
-
-        assert attempt(folder, before=kill).code == -signal.SIGKILL
-        if read_stored(folder) is None:
-            claim_folder(folder)
-        assert attempt(folder, stop_at=1).code == 75
+    assert attempt(folder, before=kill).code == -signal.SIGKILL
+    assert read_stored(folder) is None
+    claim_folder(folder)
+    assert attempt(folder, stop_at=1).code == 75
 
 
 # Space.
@@ -215,16 +179,12 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
 
         jsonl_sink = sinks.jsonl_sink
         replace(sinks, "jsonl_sink", sink_of)
+        failing = [(RecordWriter, "write"), (RecordWriter, "flush")]
+        failing += [(manifest, "write_json"), (store, "commit")]
 
         def fills(done: int) -> None:
-            if done == 3:
-                for thing, name in (
-                    (RecordWriter, "write"),
-                    (RecordWriter, "flush"),
-                    (manifest, "write_json"),
-                    (store, "commit"),
-                ):
-                    replace(thing, name, refuse)
+            for thing, name in failing if done == 3 else ():
+                replace(thing, name, refuse)
 
         before_each_step_ends(fills)
 
@@ -238,20 +198,3 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
     done = attempt(folder, recipe)
     assert done.code == 0
     assert same(folder, whole)
-
-
-def test_the_newest_run_is_of_that_recipe(tmp_path: Path) -> None:
-    for name, recipe in (
-        ("digits-0123abcd-1", "digits"),
-        ("digits-detection-0123abcd-1", "digits-detection"),
-        ("digits-mine-2", "other"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(json.dumps({"recipe": recipe}))
-    (tmp_path / "latest").symlink_to("digits-0123abcd-1")
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "manifest.json").write_text("[]")
-    assert newest_run(tmp_path, "digits").name == "digits-0123abcd-1"
-    assert newest_run(tmp_path, "digits-detection.yaml").name == "digits-detection-0123abcd-1"
-    with refused():
-        newest_run(tmp_path, "gpt")

@@ -17,7 +17,7 @@ from trainer.config.section import hash_of
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with the manifest that 0.1 wrote: format 5, and all keys that are gone since."""
     run = tmp_path_factory.mktemp("old") / "run"
-    done = attempt(run, small(epochs=1))
+    done = attempt(run, small(max_steps=2))
     assert done.code == 0, done.said
     facts = json.loads((run / "manifest.json").read_text())
     facts |= {"format": 5, "trust": {"code": ["task - 0"], "marks": ["0" * 64]}}
@@ -29,14 +29,11 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_it_is_read(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_read_and_begun_from(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["evaluate"], ["report", "--out", str(tmp_path / "new.html")]):
         assert main([words[0], str(old), *words[1:]]) == 0
         assert "config" not in capsys.readouterr().err
-
-
-def test_a_new_run_begins_from_it(old: Path, tmp_path: Path) -> None:
-    done = attempt(tmp_path / "run", small(epochs=1), source=str(old))
+    done = attempt(tmp_path / "run", small(max_steps=1), source=str(old))
     assert done.code == 0, done.said
 
 

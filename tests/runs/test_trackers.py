@@ -116,6 +116,7 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     (first,) = told("open")
     assert not told("close")
     assert manifest(run)["trackers"] == {"watching": f"id-{first[0]}"}
+    killed_at = shutil.copytree(run, tmp_path / "without")
     done = attempt(run, recipe, before=patiently)
     assert done.code == 0, done.said
     assert "resumes after step 5" in done.said
@@ -127,27 +128,15 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     steps = Counter((kind, step) for _, _, kind, step, _ in told("row") if kind in ("train", "eval", "end"))
     assert steps == Counter((row["kind"], row["step"]) for row in read_rows(run))
     assert max(steps.values()) == 1
-
-
-def test_the_manifest_knows_the_id(told: Any, tmp_path: Path) -> None:
-    run, recipe = tmp_path / "run", small(**logged("watching"))
-    assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
-    shutil.rmtree(run / "trackers")
-    assert attempt(run, recipe, before=patiently).code == 0
-    (first, _, before), (_, _, after) = told("open")
-    assert (before["id"], after["id"]) == (None, f"id-{first}")
-    assert [event[2] for event in told("close")] == ["stopped", "finished"]
-
-
-def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = attempt(run, small(**logged("closed")), before=patiently)
-    assert done.code == 0, done.said
-    assert not told("close")
+    # The manifest knows the id, too; one that fails costs its rows alone.
+    shutil.rmtree(killed_at / "trackers")
+    recipe = small(**logged("watching", "closed"))
+    done = attempt(killed_at, recipe, stop_after=9, before=patiently)
+    assert done.code == EXIT_REQUEUE, done.said
+    assert told("open")[-1][2]["id"] == f"id-{first[0]}"
+    assert [event[2] for event in told("close")] == ["finished", "stopped"]
     assert named(done.said, "closed ConnectionError") and "hunter2" not in done.said
-    rows = len(read_rows(run, ()))
-    assert named(done.said, f"closed {rows} of {rows}")
-    assert manifest(run)["status"] == "finished"
+    assert manifest(killed_at)["status"] == "stopped"
 
 
 class Held:
@@ -194,7 +183,8 @@ def test_rows_never_wait_and_those_beyond_the_bound_are_counted(
 def test_a_server_that_answers_later_gets_what_waited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    held = Held(failures=1)
+    monkeypatch.setattr(feed, "_REST_S", 0.0)
+    held = Held(failures=2)  # at its start, and with the first row
     held.gate.set()
     made = fed(held, tmp_path, monkeypatch, 1)
     until(lambda: held.failures == 0)
@@ -204,20 +194,16 @@ def test_a_server_that_answers_later_gets_what_waited(
     assert capfd.readouterr().err.count("\n") == 1, "one warning, and none of lost rows"
 
 
-@pytest.mark.parametrize("text", ["[]", '{"train": "x"}'])
-def test_a_file_that_is_odd_says_nothing_of_what_was_sent(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "tracker.json"
-    file.write_text(f'{{"id": "id", "rows": 3, "steps": {text}}}')
-    sent = feed.Sent(file)
-    sent.begin("id")
-    assert (sent.rows, len(sent.new([{"kind": "train", "step": 1}]))) == (0, 1)
+@pytest.fixture
+def both() -> tuple[str, str]:
+    for module in ("wandb", "mlflow"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    return "wandb", "mlflow"
 
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A server that takes connections and never answers, for W&B and for MLflow."""
-    for module in ("wandb", "mlflow"):
-        pytest.importorskip(module, reason=f"{module} is not installed")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         for name, value in (
@@ -232,69 +218,49 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
-    tmp_path: Path, silent: socket.socket
+    tmp_path: Path, silent: socket.socket, both: tuple[str, str], whole: Path
 ) -> None:
-    """Also where the run is stopped while they begin."""
-
     def asked(done: int) -> None:
         if done == 9:
             until(lambda: select.select([silent], [], [], 0)[0])
 
-    def begins() -> None:
+    def before() -> None:
         waiting(0.2)
         replace(start_checks, "check_reachable", lambda _: None)  # it answered then
-
-    def before() -> None:
-        begins()
         before_each_step_ends(asked)
 
-    run, plain, both = tmp_path / "run", tmp_path / "plain", ("wandb", "mlflow")
-    stopped = attempt(run, small(**logged(*both)), stop_at=1, before=begins)
-    assert stopped.code == EXIT_REQUEUE, stopped.said
-    done = attempt(run, small(**logged(*both)), before=before)
+    done = attempt(tmp_path / "run", small(**logged(*both)), before=before)
     assert done.code == 0, done.said
     assert all(named(done.said, f"{name} records") for name in both), done.said
-    assert attempt(plain, small(**logged())).code == 0
-    assert ending(run).weights == ending(plain).weights
+    assert ending(tmp_path / "run").weights == ending(whole).weights
 
 
-@pytest.mark.usefixtures("alone")
-def test_what_they_put_into_the_process_goes_at_the_end(tmp_path: Path) -> None:
-    """W&B's and MLflow's exit functions wait for their servers; W&B has an excepthook and a sys.exit."""
-    for module in ("wandb", "mlflow"):
-        pytest.importorskip(module, reason=f"{module} is not installed")
-    seen = tmp_path / "seen.json"
+def state() -> tuple[Any, ...]:
+    """What W&B and MLflow put into a process: exit functions, an excepthook, a sys.exit, variables."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return sys.exit, sys.excepthook, threading.excepthook, atexit.register, handlers, dict(os.environ)
 
-    def state() -> tuple[Any, ...]:
-        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-        hooks = sys.exit, sys.excepthook, threading.excepthook, atexit.register
-        return *hooks, handlers, dict(os.environ)
 
-    def install() -> None:
-        patiently()
-        kept, real = outputs.__dict__["tracked"], atexit.register
-        modules = list[str]()
+def noting(seen: Path) -> None:
+    """Notes, in a fork, whose exit functions were registered, and what of `state` stays."""
+    patiently()
+    kept, real = outputs.__dict__["tracked"], atexit.register
+    modules = list[str]()
 
-        def noted(function: Any, *given: Any, **named: Any) -> Any:
-            modules.append(str(function.__module__))
-            return real(function, *given, **named)
+    def noted(function: Any, *given: Any, **named: Any) -> Any:
+        modules.append(str(function.__module__))
+        return real(function, *given, **named)
 
-        @contextlib.contextmanager
-        def looked_at(*given: Any) -> Iterator[Any]:
-            replace(atexit, "register", noted)
-            before = state()
-            with kept(*given) as feeds:
-                yield feeds
-            differ = [n for n, (one, other) in enumerate(zip(state(), before, strict=True)) if one != other]
-            seen.write_text(json.dumps([modules, differ]))
+    @contextlib.contextmanager
+    def looked_at(*given: Any) -> Iterator[Any]:
+        replace(atexit, "register", noted)
+        before = state()
+        with kept(*given) as feeds:
+            yield feeds
+        differ = [n for n, (one, other) in enumerate(zip(state(), before, strict=True)) if one != other]
+        seen.write_text(json.dumps([modules, differ]))
 
-        replace(outputs, "tracked", looked_at)
-
-    done = attempt(tmp_path / "run", small(**logged("wandb", "mlflow")), before=install)
-    assert done.code == 0, done.said
-    modules, differ = json.loads(seen.read_text())
-    assert differ == []
-    assert not [one for one in modules if one.partition(".")[0] in ("wandb", "mlflow")]
+    replace(outputs, "tracked", looked_at)
 
 
 PICTURE = """
@@ -306,20 +272,31 @@ class Picture:
 """
 
 
+def losses_of(store: Path, id_: str = "*") -> list[tuple[int, float]]:
+    """What a folder of MLflow's has of a run."""
+    (file,) = store.glob(f"*/{id_}/metrics/train/loss")
+    lines = [line.split() for line in file.read_text().splitlines()]
+    return [(int(step), float(value)) for _, value, step in lines]
+
+
 @pytest.mark.usefixtures("alone")
-def test_wandb_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
+def test_wandb_and_mlflow_without_a_server(
+    tmp_path: Path, both: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run folder, over two attempts; and by the example's program, later and to another store."""
     from tests.helpers.wandb_files import history, records
 
-    run = tmp_path / "run"
+    run, seen = tmp_path / "run", tmp_path / "seen.json"
     (tmp_path / "own.py").write_text(PICTURE)
     hooks = {"use": [f"{tmp_path / 'own.py'}:Picture"]}
-    recipe = small(**logged("wandb"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}", hooks=hooks)
+    recipe = small(**logged(*both), about=f"AWS_SECRET_ACCESS_KEY={SECRET}", hooks=hooks)
     assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
-    done = attempt(run, recipe, before=patiently)
+    done = attempt(run, recipe, before=lambda: noting(seen))
     assert done.code == 0, done.said
-    id_ = manifest(run)["run_id"]
-    assert manifest(run)["trackers"] == {"wandb": id_}
+    modules, differ = json.loads(seen.read_text())
+    assert differ == [] and not [one for one in modules if one.partition(".")[0] in both]
+    id_, trackers = manifest(run)["run_id"], manifest(run)["trackers"]
+    assert trackers["wandb"] == id_
     assert f"wandb        offline; upload it by wandb sync {run}/wandb/offline-run-*-{id_}" in done.said
     files = sorted(run.glob(f"wandb/offline-run-*-{id_}/run-{id_}.wandb"))
     assert len(files) == 2
@@ -343,17 +320,8 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert len(list(run.glob("wandb/**/media/images/hook/square_*.png"))) == len(sent)
     got = [row for row in rows if "train/loss" in row or "eval/loss" in row]
     assert [{name: row.get(name) for name in want} for row, want in zip(got, wanted, strict=True)] == wanted
-
-
-@pytest.mark.usefixtures("alone")
-def test_mlflow_gets_the_records_at_once_or_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the run folder; then by the example's program, to another store."""
-    pytest.importorskip("mlflow", reason="mlflow is not installed")
-    run = tmp_path / "run"
-    done = attempt(run, small(**logged("mlflow")), before=patiently)
-    assert done.code == 0, done.said
-    (id_,) = manifest(run)["trackers"].values()
-    wanted = [(row["step"], row["loss"]) for row in read_rows(run, ("train",))]
+    losses = [(row["step"], row["loss"]) for row in read_rows(run, ("train",))]
+    assert losses_of(run / "mlflow", trackers["mlflow"]) == losses
     (run / "manifest.json").write_text(json.dumps({**manifest(run), "trackers": {}}))
     for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "true")
@@ -361,30 +329,21 @@ def test_mlflow_gets_the_records_at_once_or_later(tmp_path: Path, monkeypatch: p
     script = Path(__file__).parents[2] / "examples/send-records/send.py"
     monkeypatch.setattr(sys, "argv", [str(script), str(run), "mlflow"])
     runpy.run_path(str(script), run_name="__main__")
-    for place, name in ((run / "mlflow", id_), (tmp_path / "store", "*")):
-        (losses,) = place.glob(f"*/{name}/metrics/train/loss")
-        got = [line.split()[1:] for line in losses.read_text().splitlines()]
-        assert [(int(step), float(value)) for value, step in got] == wanted
-
-
-@pytest.mark.parametrize("name", ["lacking", "number", "gone"])
-@pytest.mark.usefixtures("told")
-def test_what_is_neither(name: str) -> None:
-    recipe = small(**logged(name))
-    with refused("log.to", name):
-        check_request(recipe, make_task(recipe), 1)
+    assert losses_of(tmp_path / "store") == losses
 
 
 @pytest.mark.usefixtures("told")
-def test_a_name_that_nobody_brings() -> None:
+def test_what_is_neither() -> None:
+    for name in ("lacking", "number", "gone"):
+        recipe = small(**logged(name))
+        with refused("log.to", name):
+            check_request(recipe, make_task(recipe), 1)
     with refused("watchin", "watching"):
         validated(LogConfig, {"to": ["watchin"]}, "here")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "both")
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("wandb", "mlflow"):
-        pytest.importorskip(module, reason=f"{module} is not installed")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and nobody listens there
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
