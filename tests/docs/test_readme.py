@@ -82,6 +82,7 @@ def commands() -> Iterator[tuple[Path, str]]:
 
 
 COMMANDS = sorted(set(commands()))
+PARSER, CHECKED = make_parser(), set[tuple[str, int]]()
 TARGETS = set(
     re.findall(
         r"^([a-z-]+):", (ROOT / "Makefile").read_text() + (ROOT / "scripts/maintain.mk").read_text(), re.M
@@ -101,7 +102,7 @@ def test_a_command_can_be_typed(page: Path, command: str) -> None:
     if words[0] == "python":
         make_bench_parser(words[3:]).parse_args(words[3:])
         return
-    options = make_parser().parse_args(words[1:])
+    options = PARSER.parse_args(words[1:])
     settings = [value for value in getattr(options, "set", None) or [] if not value.startswith("KEY")]
     if getattr(options, "recipe", None) in recipe_names():
         recipe = load_recipe(options.recipe, settings)
@@ -111,6 +112,9 @@ def test_a_command_can_be_typed(page: Path, command: str) -> None:
 
 def _check(recipe: Recipe, ranks: int) -> None:
     """What is looked at before ranks start, without what lies elsewhere: only that may be missing."""
+    if (one := (recipe.model_dump_json(), ranks)) in CHECKED:
+        return
+    CHECKED.add(one)
     kept: dict[str, object] = {"model": recipe.model.model_copy(update={"pretrained": None, "reinit": ()})}
     kept |= {"hooks": HooksConfig(), "log": LogConfig()}
     try:
