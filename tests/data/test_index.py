@@ -206,16 +206,6 @@ def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
     assert other.keep_hashes(tmp_path / "i") is None and other.read(seen), "of another size, it isn't one"
 
 
-def test_hashes_need_no_key_once_they_are_there(tmp_path: Path) -> None:
-    folder = photographs_of(tmp_path / "d", 3)
-    records = in_folder(folder)
-    assert records.keep_hashes(None) is None
-    file = records.keep_hashes(None, make=True)
-    assert file and in_folder(folder).keep_hashes(None) == file
-    (folder / "a" / "9.png").write_bytes(b"x")
-    assert in_folder(folder).keep_hashes(None) is None, "another list of names"
-
-
 def test_every_sample_of_loose_files_is_verified(
     photographs: Path, tmp_path: Path, indexes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,11 @@ def test_where_a_server_leads_to_is_not_shown(web: Web) -> None:
             got(web)
         assert "secret" not in str(caught.value)
         assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    web.app.asked.clear()
+    web.app.faults[NAME] = iter(["away"])  # a file of this machine: not tried again
+    with refused(join(f"{web.url}/at", NAME)):
+        got(web)
+    assert web.app.asked.total() == 1
 
 
 SIGNED = "X-Amz-Credential=AKIA%2F2026&n=%27%27&Signature=ab%2Bcd%2Fef%3D+%20~"

@@ -56,8 +56,9 @@ class Faulty:
         if fault == "code":
             start("400 Bad Request", [("Content-Type", "text/xml")])
             return [f"<Error><Code>{after}</Code></Error>".encode()]
-        if fault == "lead":
-            start("302 Found", [("Location", f"{environ['SCRIPT_NAME']}/gone?{after}")])
+        if fault in ("lead", "away"):
+            there = f"{environ['SCRIPT_NAME']}/gone?{after}" if fault == "lead" else "file:///etc/passwd"
+            start("302 Found", [("Location", there)])
             return []
         if fault == "hang":
             self.going.wait(300)
