@@ -97,44 +97,31 @@ def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "names"),
+    ("name", "weights", "names"),
     [
-        ("gpt-stdlib data.class_weights=balanced", "data.class_weights"),
-        ("digits data.class_weights={x:2}", "'x' 0, 1, 2, 3"),
-        ("digits data.class_weights={0:0,1:0,2:0,3:0,4:0,5:0,6:0,7:0,8:0,9:0}", "data.class_weights"),
-        ("digits data.class_weights={3:-1}", "balanced 3: -1"),
+        ("gpt-stdlib", "balanced", "data.class_weights"),
+        ("digits", "{x: 2}", "'x' 0, 1, 2, 3"),
+        ("digits", str(dict.fromkeys(range(10), 0)), "data.class_weights"),
+        ("digits", "{3: -1}", "balanced 3: -1"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(settings: str, names: str) -> None:
-    name, *words = settings.replace(":", ": ").split(maxsplit=1)
+def test_what_cannot_be_drawn_is_refused(name: str, weights: str, names: str) -> None:
     with refused(names):
-        recipe = load_recipe(name, words)
+        recipe = load_recipe(name, [f"data.class_weights={weights}"])
         check_request(recipe, make_task(recipe), 1)
 
 
-@pytest.mark.parametrize(
-    ("labels", "names"),
-    [
-        (np.array([0.0, 1.0]), "float64"),
-        (np.array([0, -1]), "-1"),
-        (np.array([[0, 1]]), "(1, 2) 2"),
-        (np.array([0, 3]), "3 2"),
-    ],
-)
-def test_odd_labels_are_refused(labels: Any, names: str) -> None:
-    with refused(names):
-        weigh(labels, ("a", "b"), "balanced", 2)
+def test_odd_labels_are_refused() -> None:
+    for labels, names in (([0.0, 1.0], "float64"), ([0, -1], "-1"), ([[0, 1]], "(1, 2) 2"), ([0, 3], "3 2")):
+        with refused(names):
+            weigh(np.array(labels), ("a", "b"), "balanced", 2)
 
 
 def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:
-    recipe = load_recipe("digits", ["data.class_weights={3: 5}", "data.limit=200"])
+    weights = "data.class_weights={3: 5}", "data.class_weights={3: 6}", "data.class_weights={}"
+    recipe, *others = (load_recipe("digits", ["data.limit=200", one]) for one in weights)
     task = make_task(recipe)
-    line = make_plan(recipe, task).draws.told()  # type: ignore[union-attr]
-    assert named(line, "data.class_weights: 200 3")
-    other = load_recipe("digits", ["data.class_weights={3: 6}", "data.limit=200"])
-    plain = load_recipe("digits", ["data.limit=200"])
-    orders = {data_of(one, task)["order"] for one in (recipe, other, plain)}
-    assert len(orders) == 3
-    held = evaluation_share(len(task.evaluation_data), 64, 0, 1)
-    assert held.plan.draws is None
-    assert not odd_order(make_plan(recipe, task))
+    plan = make_plan(recipe, task)
+    assert plan.draws and named(plan.draws.told(), "data.class_weights: 200 3") and not odd_order(plan)
+    assert len({data_of(one, task)["order"] for one in (recipe, *others)}) == 3
+    assert evaluation_share(len(task.evaluation_data), 64, 0, 1).plan.draws is None
