@@ -85,12 +85,16 @@ WIDE = np.array([5 << 16, -(5 << 16)], np.int32)
 @pytest.mark.parametrize(
     ("sound", "subtype", "expected"),
     [
-        (np.int16([[3, 4], [-3, -4], [32767, 32767], [-32768, -32768]]), None, [4, -3, 32767, -32768]),
+        (
+            np.array([[3, 4], [-3, -4], [32767, 32767], [-32768, -32768]], np.int16),
+            None,
+            [4, -3, 32767, -32768],
+        ),
         (np.array([0.5, -1.0, 2.0, -2.0, 3 / 65536]), "FLOAT", [16384, -32768, 32767, -32768, 2]),
         (np.array([0.25, -0.25]), "DOUBLE", [8192, -8192]),
         (WIDE, "PCM_24", [5, -5]),
         (WIDE, "PCM_32", [5, -5]),
-        (np.int16([256, -512]), "PCM_U8", [256, -512]),
+        (np.array([256, -512], np.int16), "PCM_U8", [256, -512]),
     ],
 )
 def test_channels_and_sample_formats(tmp_path: Path, sound: Any, subtype: Any, expected: list[int]) -> None:
