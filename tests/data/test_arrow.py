@@ -227,11 +227,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (json_file("train/state.json", "{"), {}, "state.json: JSON"),
     (json_file("dataset_dict.json", {"splits": 5}), {}, "'splits'"),
     (json_file("train/dataset_info.json", {"features": [1]}), {}, "features"),
-    (
-        json_file("train/dataset_info.json", {"features": {"label": {"names": ["cat"]}}}),
-        {},
-        "row 1 'label'",
-    ),
+    (json_file("train/dataset_info.json", {"features": {"label": {"names": ["cat"]}}}), {}, "row 1 'label'"),
     (lambda path: (path / "dataset_dict.json").unlink(), {}, "dataset_dict.json:"),
     (None, {"input_column": "pixels"}, "'pixels' 'image', 'label' data.input_column"),
     (None, {"label_column": "kind"}, "'kind' 'image', 'label' data.label_column"),

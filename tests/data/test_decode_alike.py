@@ -18,9 +18,7 @@ from tests.helpers.refusals import named
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box, snapped_cut
-from trainer.data.formats.orientation import (
-    orientation as orientation_of_file,
-)
+from trainer.data.formats.orientation import orientation as orientation_of_file
 
 
 def rows(image: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -135,10 +133,7 @@ def verdict(data: bytearray, side: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"progressive": True}, {"restart_marker_rows": 1}],
-)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
 def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any]) -> None:
     whole = encoded(noise(320, 240), "JPEG", quality=60, **options)
     whole += b"after its end"

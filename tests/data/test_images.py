@@ -16,12 +16,7 @@ import torch
 from PIL import Image
 
 from tests.helpers.batches import CPU, FORK, read_all
-from tests.helpers.image_folders import (
-    SIDE,
-    encoded,
-    opened,
-    picture,
-)
+from tests.helpers.image_folders import SIDE, encoded, opened, picture
 from tests.helpers.refusals import refused
 from trainer.config.data import LoaderConfig
 from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows

@@ -263,11 +263,7 @@ def test_a_worker_of_a_forkserver_ends_with_its_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "names"),
-    [
-        (errno.ENOSPC, "/dev/shm data.workers=0"),
-        (errno.EMFILE, "ulimit -n"),
-    ],
+    ("number", "names"), [(errno.ENOSPC, "/dev/shm data.workers=0"), (errno.EMFILE, "ulimit -n")]
 )
 def test_workers_that_cannot_be_started_name_the_resource(
     number: int, names: str, monkeypatch: pytest.MonkeyPatch

@@ -86,12 +86,7 @@ TARS: dict[str, tuple[bytes, str, int | None, str]] = {
     "apart": (archive(A[0], B[0], A[1], B[1]), "", None, "0.tar 'a.cls'"),
     "two images": (archive(A[0], ("a.png", JPEG), A[1]), "", None, "0.tar 'a.jpg' 'a.png'"),
     "one of two images": (archive(A[0], ("a.png", JPEG), A[1]), ".PNG", 1, "1 .jpg 'a.jpg'"),
-    "left of two": (
-        archive(("a.left.jpg", JPEG), ("a.r.jpg", JPEG), A[1]),
-        "left.jpg",
-        1,
-        "1 .r.jpg",
-    ),
+    "left of two": (archive(("a.left.jpg", JPEG), ("a.r.jpg", JPEG), A[1]), "left.jpg", 1, "1 .r.jpg"),
     "no sample": (archive(("x.txt", b"words")), "", None, ".txt"),
     "label no text": (archive(A[0], ("a.cls", b"\xff")), "", None, "0.tar 'a.jpg'"),
     "label negative": (archive(A[0], ("a.json", b'{"label": -1}')), "", None, "0.tar 'a.jpg'"),

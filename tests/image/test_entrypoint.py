@@ -76,11 +76,7 @@ def test_what_is_started(entrypoint: Start, words: list[str], start: str, inside
 
 @pytest.mark.parametrize(
     ("words", "env"),
-    [
-        ("", {"JUPYTER_TOKEN": ""}),
-        ("--IdentityProvider.token=", {}),
-        ("lab --ServerApp.token=", {}),
-    ],
+    [("", {"JUPYTER_TOKEN": ""}), ("--IdentityProvider.token=", {}), ("lab --ServerApp.token=", {})],
 )
 def test_jupyterlab_never_starts_without_a_token(entrypoint: Start, words: str, env: dict[str, str]) -> None:
     done = entrypoint("jupyter", *words.split(), **env)
