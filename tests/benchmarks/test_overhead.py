@@ -59,13 +59,9 @@ def test_a_target_within_the_interval_is_undecided(monkeypatch: pytest.MonkeyPat
 class Kept(overhead.TinyTask):
     """Every model that it makes starts alike and is kept."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.models: list[nn.Module] = []
-
     def model(self) -> nn.Module:
         torch.manual_seed(3)
-        self.models.append(super().model())
+        self.models = [*getattr(self, "models", ()), super().model()]
         return self.models[-1]
 
 

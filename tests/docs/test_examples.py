@@ -134,8 +134,7 @@ def test_a_known_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_custom_task(tmp_path: Path) -> None:
-    said = run_all("custom-task", tmp_path / "mine")
     folder = tmp_path / "mine"
+    assert f"is in {folder}/runs/forecast/checkpoints/step-" in run_all("custom-task", folder)
     assert (folder / "notes.txt").read_text().startswith("step 32: rmse 0.")
-    assert f"is in {folder}/runs/forecast/checkpoints/step-" in said
     assert list((folder / "runs" / "forecast").rglob("model.json"))
