@@ -59,9 +59,11 @@ def test_a_target_within_the_interval_is_undecided(monkeypatch: pytest.MonkeyPat
 class Kept(overhead.TinyTask):
     """Every model that it makes starts alike and is kept."""
 
+    models: tuple[nn.Module, ...] = ()
+
     def model(self) -> nn.Module:
         torch.manual_seed(3)
-        self.models = [*getattr(self, "models", ()), super().model()]
+        self.models += (super().model(),)
         return self.models[-1]
 
 

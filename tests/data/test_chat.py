@@ -374,7 +374,7 @@ EACH_CALL = (
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
 FIRST, LAST_ONE = TALK[1]["content"], TALK[3]["content"]
-CALLS = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
+CALLS: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
 CALLED = [TALK[0], {**ASKED, "tool_calls": CALLS}, *TALK[:2]]
 ENDED: dict[str, tuple[str, str, list[Any], list[int], str, int]] = {
     "roles": ("smollm2", MARKED_BY_ROLES, TALK, [1, 3], f"{FIRST}|<think>{LAST_ONE}", 2),

@@ -169,7 +169,8 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
     theirs, ours, rows = np.loadtxt(file, np.int64, delimiter=","), load_images(DataConfig(), 0), list[Any]()
     for part, count in ((ours.train.arrays, 1437), (ours.evaluation.arrays, 360)):
         assert part is not None and len(part["label"]) == count
-        pixels = (part["image"][..., 0] / 15).reshape(-1, 64).round().astype(np.int64)
+        image: Any = part["image"]
+        pixels = (image[..., 0] / 15).reshape(-1, 64).round().astype(np.int64)
         rows += np.column_stack((pixels, part["label"])).tolist()
     assert sorted(rows) == sorted(theirs.tolist())
 
