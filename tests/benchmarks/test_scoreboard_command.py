@@ -10,9 +10,7 @@ import pytest
 
 from benchmarks.scoreboard import benches
 from benchmarks.scoreboard.benches import BENCHES, QUICK, measured_apart
-from benchmarks.scoreboard.figures import (
-    Part,
-)
+from benchmarks.scoreboard.figures import Part
 from trainer.errors import BadInputError
 
 

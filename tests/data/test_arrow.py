@@ -36,10 +36,7 @@ def png(level: int) -> bytes:
 
 
 def write(
-    folder: Path,
-    columns: dict[str, Any],
-    features: dict[str, Any] | None = None,
-    files: int = 2,
+    folder: Path, columns: dict[str, Any], features: dict[str, Any] | None = None, files: int = 2
 ) -> Path:
     """A split as `Dataset.save_to_disk` leaves it: Arrow streams, and what they are as JSON."""
     folder.mkdir(parents=True)
@@ -48,10 +45,7 @@ def write(
     per_file = -(-table.num_rows // files)
     for number, name in enumerate(names):
         part = table.slice(number * per_file, per_file)
-        with (
-            pyarrow.OSFile(str(folder / name), "wb") as sink,
-            pyarrow.ipc.new_stream(sink, part.schema) as to,
-        ):
+        with pyarrow.ipc.new_stream(str(folder / name), part.schema) as to:
             to.write_table(part, max_chunksize=3 if files > 1 else None)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names]}))
     (folder / "dataset_info.json").write_text(json.dumps({"features": features or {}}))
@@ -91,13 +85,12 @@ def test_images_and_labels_are_those_of_the_rows(folder: Path) -> None:
     task = make_task(recipe)
     assert isinstance(task, Classification)
     check_files(recipe, task)
-    assert tuple(task.describe()["classes"]) == ("cat", "dog")
-    assert (len(task.train_data), len(task.evaluation_data)) == (16, 5)
-    got = read(task.evaluation_data, [4, 0, 3])
+    train, evaluation = task.train_data, task.evaluation_data
+    assert tuple(task.describe()["classes"]) == ("cat", "dog") and (len(train), len(evaluation)) == (16, 5)
+    got = read(evaluation, [4, 0, 3])
     assert got["label"].tolist() == [0, 0, 1]
     assert [int(image[..., 0].mean()) for image in got["image"]] == [40, 0, 30]
-    assert task.train_data.fingerprint() == make_task(recipe).train_data.fingerprint()
-    assert task.train_data.fingerprint() != task.evaluation_data.fingerprint()
+    assert train.fingerprint() == make_task(recipe).train_data.fingerprint() != evaluation.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -153,14 +146,14 @@ def test_only_zeros_behind_the_end_are_nothing_and_other_columns_are_not_read(tm
 def test_rows_of_text_are_documents(tmp_path: Path) -> None:
     write(tmp_path / "train", {"story": ["one two", "", "three"]})
     write(tmp_path / "val", {"story": ["föur"]})
-    values = recipe_of(tmp_path, "language", input_column="story").model_dump()
-    values["language"] = {"sequence_length": 4}
-    task = make_task(Recipe.model_validate(values))
-    assert isinstance(task, Language)
-    assert task.describe()["tokenizer"] == "bytes"
+    recipe = recipe_of(tmp_path, "language", input_column="story")
+    task, padded = (
+        make_task(Recipe.model_validate({**recipe.model_dump(), "language": one}))
+        for one in ({"sequence_length": 4}, {"text": "padded", "sequence_length": 8})
+    )
+    assert isinstance(task, Language) and task.describe()["tokenizer"] == "bytes"
     assert task._about.tokens.tobytes() == b"one two\0three\0"
-    values["language"] = {"text": "padded", "sequence_length": 8}
-    assert len(make_task(Recipe.model_validate(values)).train_data) == 2
+    assert len(padded.train_data) == 2
 
 
 LAST = "train/data-00001-of-00002.arrow"
@@ -234,11 +227,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (json_file("train/state.json", "{"), {}, "state.json: JSON"),
     (json_file("dataset_dict.json", {"splits": 5}), {}, "'splits'"),
     (json_file("train/dataset_info.json", {"features": [1]}), {}, "features"),
-    (
-        json_file("train/dataset_info.json", {"features": {"label": {"names": ["cat"]}}}),
-        {},
-        "row 1 'label'",
-    ),
+    (json_file("train/dataset_info.json", {"features": {"label": {"names": ["cat"]}}}), {}, "row 1 'label'"),
     (lambda path: (path / "dataset_dict.json").unlink(), {}, "dataset_dict.json:"),
     (None, {"input_column": "pixels"}, "'pixels' 'image', 'label' data.input_column"),
     (None, {"label_column": "kind"}, "'kind' 'image', 'label' data.label_column"),

@@ -71,34 +71,35 @@ def test_a_cut_is_a_part_of_the_recording(
 ) -> None:
     shutil.rmtree(tmp_path / "a", ignore_errors=True)
     write(tmp_path / "a" / f"x.{suffix}", ramp(frames))
-    data = AudioFolder(in_folder(tmp_path, SUFFIXES), length / RATE, RATE, random is not None, "fail")
+    data = folder(tmp_path, length / RATE, random is not None)
     assert data.fields[AUDIO].shape == (length,)
-    (cut,) = Read(data, random=random)
-    heard = [value for value in cut if value]
-    assert heard == list(range(heard[0], heard[0] + min(frames, length))), "one after another"
-    assert cut == heard + [0] * max(0, length - frames), "and then silence"
     spare = max(0, frames - length)
-    assert heard[0] - 1 == (spare // 2 if random is None else int(random * (spare + 1)))
+    first = spare // 2 if random is None else int(random * (spare + 1))
+    heard = ramp(min(frames, length), first + 1).tolist()
+    assert list(Read(data, random=random)) == [heard + [0] * max(0, length - frames)], "and then silence"
+
+
+WIDE = np.array([5 << 16, -(5 << 16)], np.int32)
 
 
 @pytest.mark.parametrize(
-    ("sound", "how", "expected"),
+    ("sound", "subtype", "expected"),
     [
-        ([[3, 4], [-3, -4], [32767, 32767], [-32768, -32768]], {}, [4, -3, 32767, -32768]),
-        ([0.5, -1.0, 2.0, -2.0, 3 / 65536], {"subtype": "FLOAT"}, [16384, -32768, 32767, -32768, 2]),
-        ([0.25, -0.25], {"subtype": "DOUBLE"}, [8192, -8192]),
-        (np.array([5 << 16, -(5 << 16)], np.int32), {"subtype": "PCM_24"}, [5, -5]),
-        (np.array([5 << 16, -(5 << 16)], np.int32), {"subtype": "PCM_32"}, [5, -5]),
-        ([256, -512], {"subtype": "PCM_U8"}, [256, -512]),
+        (
+            np.array([[3, 4], [-3, -4], [32767, 32767], [-32768, -32768]], np.int16),
+            None,
+            [4, -3, 32767, -32768],
+        ),
+        (np.array([0.5, -1.0, 2.0, -2.0, 3 / 65536]), "FLOAT", [16384, -32768, 32767, -32768, 2]),
+        (np.array([0.25, -0.25]), "DOUBLE", [8192, -8192]),
+        (WIDE, "PCM_24", [5, -5]),
+        (WIDE, "PCM_32", [5, -5]),
+        (np.array([256, -512], np.int16), "PCM_U8", [256, -512]),
     ],
-)  # fmt: skip
-def test_channels_and_sample_formats(tmp_path: Path, sound: Any, how: dict[str, Any], expected: Any) -> None:
-    whole = all(isinstance(value, int) for value in np.ravel(np.asarray(sound)).tolist())
-    wide = np.asarray(sound)
-    sound = wide if wide.dtype == np.int32 else wide.astype(np.int16 if whole else np.float64)
-    write(tmp_path / "a" / "x.wav", sound, **how)
-    data = AudioFolder(in_folder(tmp_path, SUFFIXES), len(expected) / RATE, RATE, False, "fail")
-    assert list(Read(data)) == [expected]
+)
+def test_channels_and_sample_formats(tmp_path: Path, sound: Any, subtype: Any, expected: list[int]) -> None:
+    write(tmp_path / "a" / "x.wav", sound, subtype=subtype)
+    assert list(Read(folder(tmp_path, len(expected) / RATE))) == [expected]
 
 
 def pieces(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
@@ -193,29 +194,9 @@ def test_a_corrupt_file_is_found_for_every_cut(
     assert list(Read(replacing, [0], random=random)) == [list(read)[1]], "always the same"
 
 
-@pytest.mark.parametrize("on_corrupt", ["fail", "skip"])
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda p: write(p, ramp(100), 8000), "8000 Hz audio.sample_rate 1000"),
-        (lambda p: p.unlink(), "No such file"),
-    ],
-)
-def test_what_is_not_corruption_is_never_replaced(
-    tmp_path: Path, harm: Callable[[Path], object], message: str, on_corrupt: OnCorrupt
-) -> None:
-    root, victim = with_victim(tmp_path, "wav")
-    data = folder(root, on_corrupt=on_corrupt)
-    harm(victim)
-    with refused(f"{victim}: {message}"):
-        Read(data)
-
-
-def test_a_disk_that_fails_is_not_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decoder can't tell; so what it refuses is read once more."""
-    root, victim = with_victim(tmp_path, "flac")
-    data = folder(root, on_corrupt="skip")
-    truncated(victim, 0.5)
+def unread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder can't tell a disk that fails from a torn file; so what it refuses is read once more."""
+    truncated(path, 0.5)
     whole = os.pread
 
     def fail(file: int, count: int, at: int) -> bytes:
@@ -224,21 +205,38 @@ def test_a_disk_that_fails_is_not_corruption(tmp_path: Path, monkeypatch: pytest
         return whole(file, count, at)
 
     monkeypatch.setattr(os, "pread", fail)
-    with refused(f"{victim}: Input/output"):
+
+
+@pytest.mark.parametrize("on_corrupt", ["fail", "skip"])
+@pytest.mark.parametrize(
+    ("suffix", "harm", "names"),
+    [
+        ("wav", lambda path, _: write(path, ramp(100), 8000), "8000 Hz audio.sample_rate 1000"),
+        ("wav", lambda path, _: path.unlink(), "No such file"),
+        ("flac", unread, "Input/output"),
+    ],
+)
+def test_what_is_not_corruption_is_never_replaced(
+    tmp_path: Path, monkeypatch: Any, suffix: str, harm: Any, names: str, on_corrupt: OnCorrupt
+) -> None:
+    root, victim = with_victim(tmp_path, suffix)
+    data = folder(root, on_corrupt=on_corrupt)
+    harm(victim, monkeypatch)
+    with refused(f"{victim}: {names}"):
         Read(data)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        pieces(FORMAT, (b"LIST", b"odd"), (b"data", SOUND), (b"LIST", b"after")) + b"rubbish",
-        pieces(FORMAT, (b"data", SOUND), size=0xFFFFFFFF).replace(b"data\xc8\0\0\0", b"data\xff\xff\xff\xff"),
-    ],
-    ids=["chunks and rubbish around", "written to a pipe"],
-)
-def test_what_is_only_odd_is_read(tmp_path: Path, content: bytes) -> None:
+ODD = [
+    pieces(FORMAT, (b"LIST", b"odd"), (b"data", SOUND), (b"LIST", b"after")) + b"rubbish",
+    # As written to a pipe.
+    pieces(FORMAT, (b"data", SOUND), size=0xFFFFFFFF).replace(b"data\xc8\0\0\0", b"data\xff\xff\xff\xff"),
+]
+
+
+@pytest.mark.parametrize("odd", range(len(ODD)))
+def test_what_is_only_odd_is_read(tmp_path: Path, odd: int) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.wav").write_bytes(content)
+    (tmp_path / "a" / "x.wav").write_bytes(ODD[odd])
     assert list(Read(folder(tmp_path))) == [ramp(100).tolist()]
 
 

@@ -1,6 +1,3 @@
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,8 +20,8 @@ def test_a_batch_gives_its_fields_by_name_and_counts_samples() -> None:
         _, _ = one  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "call", [lambda one: one["x"].sum() * len(one), lambda one: one.fields["x"].sum() * 3]
-)
-def test_a_compiled_function_takes_a_batch(call: Callable[[Any], torch.Tensor]) -> None:
-    assert torch.compile(call, backend="eager", fullgraph=True)(batch()).item() == 45
+def test_a_compiled_function_takes_a_batch() -> None:
+    def call(one: Batch) -> torch.Tensor:
+        return one["x"].sum() * len(one) + one.fields["x"].sum()
+
+    assert torch.compile(call, backend="eager", fullgraph=True)(batch()).item() == 60

@@ -1,6 +1,7 @@
 """Promise: conversations become the tokens that transformers makes of them; what assistants wrote counts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def add(folder: Path, special: bool, **tokens: dict[str, bool]) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def counting(chat: Chat, messages: list[Any], numbers: list[int], tools: Any = None) -> str:
-    """What counts, turns apart by |, each token as its own text."""
+def all_of(chat: Chat, messages: list[Any], numbers: list[int], tools: Any = None) -> tuple[str, int]:
+    """What counts, turns apart by |, each token as its own text; and turns without an end."""
     text, spans = turns(chat, messages, numbers, tools)
     found = counted(chat, text, next(chat.encode([text])), spans)
     assert not found.straddling
@@ -42,7 +43,16 @@ def counting(chat: Chat, messages: list[Any], numbers: list[int], tools: Any = N
         elif run:
             parts.append(chat.tokenizer.decode(run, skip_special_tokens=False))
             run = []
-    return "|".join(parts)
+    return "|".join(parts), found.unended
+
+
+def counting(chat: Chat, messages: list[Any], numbers: list[int]) -> str:
+    return all_of(chat, messages, numbers)[0]
+
+
+def unread_of(chat: Chat, messages: list[Any], numbers: list[int]) -> list[str]:
+    text, spans = turns(chat, messages, numbers)
+    return list(unread_keys(chat, Talk(messages, numbers), text, spans))
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -79,71 +89,55 @@ def test_what_the_assistant_wrote_counts_with_its_end(family: str, tmp_path: Pat
     assert counting(chat, TALK, [3]) == last
 
 
+UNENDED = "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}{% endfor %}"
+
+
 @pytest.mark.parametrize(
-    ("family", "tokens", "said", "template"),
+    ("family", "tokens", "said", "end"),
     [
-        ("gemma", ["\n", "\n\n", "<b>", "</table>"], "a\n\n<b></table>", None),
-        ("smollm2", ["<|im_end|>>", "</tool_call>"], "a </tool_call>", None),
-        (
-            "smollm2",
-            ["</table>", "\n"],
-            "a</table>",
-            "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}",
-        ),
+        ("gemma", ["\n", "\n\n", "<b>", "</table>"], "a\n\n<b></table>", "<end_of_turn>"),
+        ("smollm2", ["<|im_end|>>", "</tool_call>"], "a </tool_call>", "<|im_end|>"),
+        ("smollm2", ["</table>", "\n"], "a</table>", ""),
     ],
 )
 def test_added_tokens_that_are_words_end_no_turn(
-    family: str, tokens: list[str], said: str, template: str | None, tmp_path: Path
+    family: str, tokens: list[str], said: str, end: str, tmp_path: Path
 ) -> None:
     """Gemma's blanks and tags are tokens of their own; what is counted ends where generation does."""
-    ends = template is None
-    folder = chat_folder(tmp_path, family, template and template + "{% endfor %}" * (not ends))
+    folder = chat_folder(tmp_path, family, None if end else UNENDED)
     add(folder, special=False, **{text: {} for text in tokens})
     chat = open_tokenizer(folder)
     assert not set(tokens) & set(chat.ends)
     talk = [TALK[0], {"role": "assistant", "content": said}, *TALK[2:]]
-    if not ends:  # the generation prompt is what the template writes before each answer
-        talk = talk[:2]
-    text, spans = turns(chat, talk, [1])
-    found = counted(chat, text, next(chat.encode([text])), spans)
-    assert found.unended == (not ends)
-    end = {"gemma": "<end_of_turn>"}.get(family, "<|im_end|>")
-    assert counting(chat, talk, [1]).removeprefix("assistant ") == said + (end if ends else "\n")
-    assert chat.turn_end == (chat.ends[end] if ends else None)
+    if not end:  # the generation prompt is what the template writes before each answer
+        talk, said = talk[:2], f"assistant {said}\n"
+    assert all_of(chat, talk, [1]) == (f"{said}{end}", not end)
+    assert chat.turn_end == (chat.ends[end] if end else None)
 
 
+@pytest.mark.parametrize("family", ["marked", "qwen3"])
 @pytest.mark.parametrize("keys", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}])
-def test_an_end_that_takes_the_blanks_beside_it_counts(keys: dict[str, bool], tmp_path: Path) -> None:
-    for family in ("marked", "qwen3"):
-        folder = chat_folder(tmp_path / family, family)
-        add(folder, special=True, **{"<|im_end|>": keys})
-        chat = open_tokenizer(folder)
-        said = [
-            one.removeprefix("<think>\n\n</think>\n\n") for one in counting(chat, TALK, [1, 3]).split("|<|")
-        ]
-        assert "".join(said).count("<|im_end|>") == 2
-        text, spans = turns(chat, TALK, [1, 3])
-        assert counted(chat, text, next(chat.encode([text])), spans).unended == 0
+def test_an_end_that_takes_the_blanks_beside_it_counts(
+    family: str, keys: dict[str, bool], tmp_path: Path
+) -> None:
+    folder = chat_folder(tmp_path, family)
+    add(folder, special=True, **{"<|im_end|>": keys})
+    said, unended = all_of(open_tokenizer(folder), TALK, [1, 3])
+    assert said.count("<|im_end|>") == 2 and unended == 0
 
 
 def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
     """A template that writes the first of several calls teaches to make one."""
-    call = "{{ (message.tool_calls or [{}])[0] | tojson }}"
-    chat = open_tokenizer(
-        chat_folder(tmp_path, template=CHATML.replace("+ '<|im_end|>'", "}}" + call + "{{'<|im_end|>'"))
-    )
+    template = calling("{{ (message.tool_calls or [{}])[0] | tojson }}")
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
     calls = [{"function": {"name": name, "arguments": {}}} for name in "ab"]
-    for many in (1, 2):
-        asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls[:many]}
-        talk = [TALK[0], asked, *TALK[2:]]
-        text, spans = turns(chat, talk, [1])
-        if many == 1:
-            assert not list(unread_keys(chat, Talk(talk, [1]), text, spans))
-            continue
-        with refused("tool_calls", "call 2", "message 2", by=ChatError):
-            list(unread_keys(chat, Talk(talk, [1]), text, spans))
+    talks = [[TALK[0], {**ASKED, "tool_calls": calls[:many]}, *TALK[2:]] for many in (1, 2)]
+    assert unread_of(chat, talks[0], [1]) == []
+    with refused("tool_calls", "call 2", "message 2", by=ChatError):
+        unread_of(chat, talks[1], [1])
 
 
+ASKED: dict[str, Any] = {"role": "assistant", "content": ""}
 SAID = "{{ m.content }}<|im_end|>\n"
 THOUGHT = "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '' }}"
 LAST = "{{ '<think>' + m.reasoning_content|trim + '</think>' if loop.last and m.reasoning_content else '' }}"
@@ -157,16 +151,7 @@ def thinking(said: str, prompt: str = "") -> str:
     return f"{begin}{said}{{% endfor %}}{end}"
 
 
-MARKED = (
-    "{% if m.role == 'assistant' %}"
-    + THOUGHT
-    + MARKS[0]
-    + SAID
-    + MARKS[1]
-    + "{% else %}"
-    + SAID
-    + "{% endif %}"
-)
+MARKED = f"{{% if m.role == 'assistant' %}}{THOUGHT}{MARKS[0]}{SAID}{MARKS[1]}{{% else %}}{SAID}{{% endif %}}"
 WITHIN = MARKED.replace(THOUGHT + MARKS[0], MARKS[0] + THOUGHT)
 ANSWER_ALONE = WITHIN.replace(THOUGHT, "").replace("m.content }}", "m.content.split('</think>')[-1] }}", 1)
 
@@ -220,7 +205,11 @@ def test_what_counts_is_learned_with_its_thinking(
     ("said", "left_out", "unread"),
     [
         ("{{ m.tool_calls | tojson if m.tool_calls else '' }}", "", []),
-        ("{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}", "", ["id"]),
+        (
+            "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}",
+            "",
+            ["'id' in tool_calls"],
+        ),
         ("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}", "arguments", []),
         ("{{ m.tool_calls[0].function | tojson if m.tool_calls and loop.last else '' }}", "tool_calls", []),
     ],
@@ -230,17 +219,17 @@ def test_each_part_of_a_call_is_learned(said: str, left_out: str, unread: list[s
     chat = open_tokenizer(chat_folder(tmp_path, template=template))
     call = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
     asked = {"role": "assistant", "content": "so", "tool_calls": [call]}
-    talk = Talk([TALK[0], asked, TALK[2], asked], [1, 3])
-    text, spans = turns(chat, talk.messages, talk.counting)
-    if left_out:
-        with refused("tool_calls", left_out, by=ChatError):
-            list(unread_keys(chat, talk, text, spans))
-    else:
-        assert list(unread_keys(chat, talk, text, spans)) == [f"{key!r} in tool_calls" for key in unread]
+    with refused("tool_calls", left_out, by=ChatError) if left_out else nullcontext():
+        assert unread_of(chat, [TALK[0], asked, TALK[2], asked], [1, 3]) == unread
+
+
+def calling(call: str) -> str:
+    """A template that writes this before the end of a turn."""
+    return CHATML.replace("+ '<|im_end|>'", "}}" + call + "{{'<|im_end|>'")
 
 
 @pytest.mark.parametrize(
-    "template",
+    "said",
     [
         "{{ call.function | tojson }}",  # a string would be quoted again
         '{{ \'{"name": "add", "arguments": \' + call.function.arguments + \'}\' }}',
@@ -248,19 +237,17 @@ def test_each_part_of_a_call_is_learned(said: str, left_out: str, unread: list[s
         '{{ \'{"name": "add", "arguments": \' ~ (said if said is string else said | tojson) ~ \'}\' }}',
     ],
 )
-def test_arguments_of_a_call_become_json_once(template: str, tmp_path: Path) -> None:
+def test_arguments_of_a_call_become_json_once(said: str, tmp_path: Path) -> None:
     """However a template puts them into text, and whether a row has them as an object or as JSON."""
-    calls = "{% for call in message.tool_calls or [] %}" + template + "{% endfor %}"
-    chat = open_tokenizer(
-        chat_folder(tmp_path, template=CHATML.replace("+ '<|im_end|>'", "}}" + calls + "{{'<|im_end|>'"))
-    )
+    template = calling("{% for call in message.tool_calls or [] %}" + said + "{% endfor %}")
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
     for arguments in ({"a": "é", "b": 2}, '{"a": "é", "b": 2}'):
-        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+        asked = {**ASKED, "tool_calls": calls}
         sample = sample_of({"messages": [TALK[0], asked, *TALK[:2]]}, "completions")
         assert isinstance(sample, Talk)
-        said = counting(chat, list(sample.messages), [1])
-        assert said == '{"name": "add", "arguments": {"a": "é", "b": 2}}<|im_end|>'
+        wanted = '{"name": "add", "arguments": {"a": "é", "b": 2}}<|im_end|>'
+        assert counting(chat, list(sample.messages), [1]) == wanted
 
 
 @pytest.mark.parametrize(
@@ -360,17 +347,6 @@ def test_a_folder_that_is_odd(name: str, content: str | None, says: str, tmp_pat
         open_tokenizer(folder)
 
 
-def test_a_turn_that_ends_only_where_another_follows(tmp_path: Path) -> None:
-    """As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end, which is told."""
-    follows = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
-    template = CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + follows)
-    assert template != CHATML
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
-    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}<|im_end|>|{TALK[3]['content']}"
-    text, spans = turns(chat, TALK, [1, 3])
-    assert counted(chat, text, next(chat.encode([text])), spans).unended == 1
-
-
 MARKED_BY_ROLES = (  # as GLM's: no end of a turn, the next role's token follows; the last one is thought over
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + '<think>' * (loop.last and m.role == 'assistant') + "
     "m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -383,27 +359,60 @@ ENDED_TWICE = (  # as Cohere's
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [(MARKED_BY_ROLES, ""), (ENDED_TWICE, "<|answered|> <|turn|>")],
-    ids=["roles", "twice"],
+# As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end.
+FOLLOWS = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+IN_BLOCKS = TEMPLATES["marked"].replace(
+    "{% generation %}{{ message.content }}",
+    "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}",
 )
-def test_the_end_of_a_turn_is_its_own_and_whole(template: str, end: str, tmp_path: Path) -> None:
-    folder = chat_folder(tmp_path, template=template)
-    add(folder, special=True, **{f"<|{one}|>": {} for one in ("user", "assistant", "answered", "turn")})
+# Each call has an end, and a turn is written otherwise where it is the last one.
+EACH_CALL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ '<think></think>' * (loop.last and m.role == 'assistant') + m.content }}"
+    "{% for call in m.tool_calls or [{'function': {'name': ''}}] %}{{ call.function.name }}<|im_end|>"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+)
+FIRST, LAST_ONE = TALK[1]["content"], TALK[3]["content"]
+CALLS: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
+CALLED = [TALK[0], {**ASKED, "tool_calls": CALLS}, *TALK[:2]]
+ENDED: dict[str, tuple[str, str, list[Any], list[int], str, int]] = {
+    "roles": ("smollm2", MARKED_BY_ROLES, TALK, [1, 3], f"{FIRST}|<think>{LAST_ONE}", 2),
+    "twice": (
+        *("smollm2", ENDED_TWICE, TALK, [1, 3]),
+        f"{FIRST}<|answered|> <|turn|>|<think>{LAST_ONE}<|answered|> <|turn|>",
+        0,
+    ),
+    "where another follows": (
+        *("smollm2", CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + FOLLOWS), TALK, [1, 3]),
+        f"{FIRST}<|im_end|>|{LAST_ONE}",
+        1,
+    ),
+    "the longest of two": (  # as the library finds tokens; in a turn whose end is found by a probe
+        *("qwen3", TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>"), TALK, [1]),
+        f"{FIRST}<|im_end|>>",
+        0,
+    ),
+    "several calls": ("smollm2", EACH_CALL, CALLED, [1], "add<|im_end|>take<|im_end|>", 0),
+    # Of two blocks a turn, of which the first has no end.
+    "several blocks": ("marked", IN_BLOCKS, TALK, [1, 3], f"{FIRST}<|im_end|>|{LAST_ONE}<|im_end|>", 2),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_the_end_of_a_turn_is_its_own_and_whole(name: str, tmp_path: Path) -> None:
+    family, template, talk, numbers, said, unended = ENDED[name]
+    folder = chat_folder(tmp_path, family, template)
+    special = ["<|im_end|>>"] * (family == "qwen3")
+    special += [f"<|{one}|>" for one in ("user", "assistant", "answered", "turn")] * (family == "smollm2")
+    add(folder, special=True, **{one: {} for one in special})
     chat = open_tokenizer(folder)
-    assert chat.turn_end == chat.ends.get("<|turn|>" * bool(end))
-    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}{end}|<think>{TALK[3]['content']}{end}"
-    text, spans = turns(chat, TALK, [1, 3])
-    assert counted(chat, text, next(chat.encode([text])), spans).unended == 2 * (not end)
-
-
-def test_the_longest_of_two_ends_is_the_one(tmp_path: Path) -> None:
-    """As the library finds tokens; in a turn whose end is found by a probe."""
-    template = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")
-    folder = chat_folder(tmp_path, "qwen3", template)
-    add(folder, special=True, **{"<|im_end|>>": {}})
-    assert counting(open_tokenizer(folder), TALK, [1]) == f"{TALK[1]['content']}<|im_end|>>"
+    assert all_of(chat, talk, numbers) == (said, unended)
+    if name in ("roles", "twice"):
+        assert chat.turn_end == chat.ends.get("<|turn|>" * (name == "twice"))
+    if name == "several blocks":
+        with refused("4", by=ChatError):
+            turns(chat, talk, [3])
 
 
 def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_path: Path) -> None:
@@ -419,35 +428,5 @@ def test_a_key_that_is_read_in_one_message_is_counted_for_the_others(tmp_path: P
     template = thinking(SAID.replace("<|im_end|>", "{{ m.name if loop.first else '' }}<|im_end|>"))
     chat = open_tokenizer(chat_folder(tmp_path, template=template))
     first, second = {**TALK[0], "name": "Al"}, {**TALK[2], "name": "Bo"}
-    for messages, unread in (([first, TALK[1]], 0), ([first, TALK[1], second, TALK[3]], 1)):
-        talk = Talk(messages, [1])
-        text, spans = turns(chat, messages, [1])
-        assert list(unread_keys(chat, talk, text, spans)) == ["'name' in messages"] * unread
-
-
-def test_a_turn_of_several_calls_ends_with_the_last(tmp_path: Path) -> None:
-    """In a template that ends each call, and writes a turn otherwise where it is the last one."""
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{{ '<think></think>' * (loop.last and m.role == 'assistant') + m.content }}"
-        "{% for call in m.tool_calls or [{'function': {'name': ''}}] %}{{ call.function.name }}<|im_end|>"
-        "{% endfor %}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
-    )
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
-    calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
-    asked = {"role": "assistant", "content": "", "tool_calls": calls}
-    assert counting(chat, [TALK[0], asked, *TALK[:2]], [1]) == "add<|im_end|>take<|im_end|>"
-
-
-def test_a_turn_that_a_template_marks_in_several_blocks(tmp_path: Path) -> None:
-    template = TEMPLATES["marked"].replace(
-        "{% generation %}{{ message.content }}",
-        "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}",
-    )
-    chat = open_tokenizer(chat_folder(tmp_path, "marked", template))
-    said = [f"{TALK[number]['content']}<|im_end|>" for number in (1, 3)]
-    assert counting(chat, TALK, [1, 3]) == "|".join(said)
-    assert turns(chat, TALK, [])[1] == []
-    with pytest.raises(ChatError, match="marks 4 turns"):
-        turns(chat, TALK, [3])
+    assert unread_of(chat, [first, TALK[1]], [1]) == []
+    assert unread_of(chat, [first, TALK[1], second, TALK[3]], [1]) == ["'name' in messages"]

@@ -39,18 +39,17 @@ def all_of(order: Plan) -> Ints:
 @pytest.mark.parametrize("weights", [WEIGHTS, "balanced", {"b": 0}, {"a": 0, "c": 2}])
 def test_the_chances_are_those_of_a_weight_for_each_sample(weights: Any) -> None:
     counts = {"a": 60, "b": 10, "c": 30}
-    each = {
-        n: Fraction(1, counts[n]) if weights == "balanced" else Fraction(weights.get(n, 1)) for n in counts
-    }
-    total = sum(each[n] * counts[n] for n in counts)
-    expected = [float(each[n] * counts[n] / total) for n in counts]
-    assert draws(weights).chances.tolist() == pytest.approx(expected, abs=1e-15)
-    assert draws(weights).counts.tolist() == [60, 10, 30]
-    assert LABELS[draws(weights).by_class].tolist() == sorted(LABELS.tolist())
+    balanced = {name: Fraction(1, count) for name, count in counts.items()}
+    given = balanced if weights == "balanced" else weights
+    each = [Fraction(given.get(name, 1)) * count for name, count in counts.items()]
+    found = draws(weights)
+    assert found.chances.tolist() == pytest.approx([float(one / sum(each)) for one in each], abs=1e-15)
+    assert found.counts.tolist() == [60, 10, 30]
+    assert LABELS[found.by_class].tolist() == sorted(LABELS.tolist())
 
 
 @pytest.mark.xdist_group("scipy")
-@pytest.mark.parametrize("weights", [WEIGHTS, "balanced", {"b": 0}])
+@pytest.mark.parametrize("weights", ["balanced", {"b": 0, "c": 4.5}])
 def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
     """Pearson's chi-squared: against the law, and against as many draws of torch's; each sample by itself."""
     from scipy import stats
@@ -59,10 +58,8 @@ def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
     chance = (found.chances / found.counts)[LABELS]
     counts = np.bincount(all_of(plan(weights))[:40_000], minlength=100)
     torchs = WeightedRandomSampler(chance.tolist(), 40_000, generator=torch.Generator().manual_seed(1))
-    theirs = np.bincount(list(torchs), minlength=100)
-    there = chance > 0
-    assert counts.sum() == theirs.sum() == 40_000
-    assert not counts[~there].any()
+    theirs, there = np.bincount(list(torchs), minlength=100), chance > 0
+    assert counts.sum() == theirs.sum() == 40_000 and not counts[~there].any()
     for one in (counts, theirs):
         assert stats.chisquare(one[there], 40_000 * chance[there]).pvalue > 0.001
     assert stats.chi2_contingency([counts[there], theirs[there]]).pvalue > 0.001
@@ -84,16 +81,19 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_anew() -> None:
 
 
 def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
+    def labels(data: Any) -> Any:
+        found = ItemDataset(data, "training").labels
+        return found if found is None else np.asarray(found).tolist()
+
     pairs: Any = TensorDataset(torch.zeros(4, 2), torch.tensor([3, 1, 1, 0]))
-    assert ItemDataset(pairs, "training").labels is None
+    assert labels(pairs) is None
     pairs.targets = [3, 1, 1, 0]
-    assert ItemDataset(pairs, "training").labels == [3, 1, 1, 0]
-    some: Any = ConcatDataset([Subset(pairs, [0, 3]), Subset(Subset(pairs, [1, 2]), [0])])
-    assert ItemDataset(some, "training").labels.tolist() == [3, 0, 1]
-    named: Any = TensorDataset(torch.zeros(2, 1))
-    named.labels = torch.tensor([1, 0])
-    assert ItemDataset(named, "training").labels.tolist() == [1, 0]
-    assert ItemDataset(ArrayItems({"label": np.array([1, 2])}), "training").labels.tolist() == [1, 2]
+    assert labels(pairs) == [3, 1, 1, 0]
+    assert labels(ConcatDataset([Subset(pairs, [0, 3]), Subset(Subset(pairs, [1, 2]), [0])])) == [3, 0, 1]
+    other: Any = TensorDataset(torch.zeros(2, 1))
+    other.labels = torch.tensor([1, 0])
+    assert labels(other) == [1, 0]
+    assert labels(ArrayItems({"label": np.array([1, 2])})) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
     [
         ("gpt-stdlib", "balanced", "data.class_weights"),
         ("digits", "{x: 2}", "'x' 0, 1, 2, 3"),
-        ("digits", "{" + ", ".join(f"{n}: 0" for n in range(10)) + "}", "data.class_weights"),
+        ("digits", str(dict.fromkeys(range(10), 0)), "data.class_weights"),
         ("digits", "{3: -1}", "balanced 3: -1"),
     ],
 )
@@ -111,29 +111,17 @@ def test_what_cannot_be_drawn_is_refused(name: str, weights: str, names: str) ->
         check_request(recipe, make_task(recipe), 1)
 
 
-@pytest.mark.parametrize(
-    ("labels", "names"),
-    [
-        (np.array([0.0, 1.0]), "float64"),
-        (np.array([0, -1]), "-1"),
-        (np.array([[0, 1]]), "(1, 2) 2"),
-        (np.array([0, 3]), "3 2"),
-    ],
-)
-def test_odd_labels_are_refused(labels: Any, names: str) -> None:
-    with refused(names):
-        weigh(labels, ("a", "b"), "balanced", 2)
+def test_odd_labels_are_refused() -> None:
+    for labels, names in (([0.0, 1.0], "float64"), ([0, -1], "-1"), ([[0, 1]], "(1, 2) 2"), ([0, 3], "3 2")):
+        with refused(names):
+            weigh(np.array(labels), ("a", "b"), "balanced", 2)
 
 
 def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:
-    recipe = load_recipe("digits", ["data.class_weights={3: 5}", "data.limit=200"])
+    weights = "data.class_weights={3: 5}", "data.class_weights={3: 6}", "data.class_weights={}"
+    recipe, *others = (load_recipe("digits", ["data.limit=200", one]) for one in weights)
     task = make_task(recipe)
-    line = make_plan(recipe, task).draws.told()  # type: ignore[union-attr]
-    assert named(line, "data.class_weights: 200 3")
-    other = load_recipe("digits", ["data.class_weights={3: 6}", "data.limit=200"])
-    plain = load_recipe("digits", ["data.limit=200"])
-    orders = {data_of(one, task)["order"] for one in (recipe, other, plain)}
-    assert len(orders) == 3
-    held = evaluation_share(len(task.evaluation_data), 64, 0, 1)
-    assert held.plan.draws is None
-    assert not odd_order(make_plan(recipe, task))
+    plan = make_plan(recipe, task)
+    assert plan.draws and named(plan.draws.told(), "data.class_weights: 200 3") and not odd_order(plan)
+    assert len({data_of(one, task)["order"] for one in (recipe, *others)}) == 3
+    assert evaluation_share(len(task.evaluation_data), 64, 0, 1).plan.draws is None

@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,17 +71,16 @@ def task_of(root: Path, **data: Any) -> Detection:
 
 @pytest.mark.parametrize("year", ["", "2017"])
 def test_coco_is_read_as_it_says(tmp_path: Path, year: str) -> None:
-    written(tmp_path, told(), "train", year)
-    written(tmp_path, told(), "val", year)
+    for part in ("train", "val"):
+        written(tmp_path, told(), part, year)
     train, val = (CocoPictures(tmp_path, part, "fail") for part in ("train", "val"))
     assert (tuple(train.classes), train.most) == (("car", "dog", "brush"), 2)
     assert (len(train), len(val)) == (2, 3), "nothing is learned from an image without boxes"
-    first = val.read(0)
+    first, second, third = map(val.read, range(3))
     assert first.image.shape == (20, 30, 3) and (first.image == 7).all()
     np.testing.assert_array_equal(first.boxes, [[2, 3, 12, 8], [0, 0, 30, 20]])
     assert (first.label.tolist(), first.crowd.tolist()) == ([2, 0], [False, False])
-    assert val.read(1).crowd.tolist() == [False, True]
-    assert val.read(2).boxes.shape == (0, 4)
+    assert second.crowd.tolist() == [False, True] and third.boxes.shape == (0, 4)
     written(tmp_path, told(**{"annotations.0.bbox.0": 3}), "train", year)
     assert CocoPictures(tmp_path, "train", "fail").fingerprint() != train.fingerprint()
 
@@ -214,14 +214,12 @@ def test_boxes_to_ignore_are_not_trained_on(tmp_path: Path) -> None:
     assert train_of(tmp_path, what).read(1).crowd.tolist() == [False, True]
     # To pycocotools they are objects like others, so that evaluation counts them, of any split.
     written(tmp_path, what, "val")
-    for measured in (
-        CocoPictures(tmp_path, "val", "fail"),
-        CocoPictures(tmp_path, "train", "fail", training=False),
-    ):
+    for part in ("train", "val"):
+        measured = CocoPictures(tmp_path, part, "fail", training=False)
         assert not measured.left_out and not measured.read(1).crowd.any()
         assert named(measured.remarks(everything=True), "1")
     with refused("category 90 'brush'"):
-        CocoPictures(written(tmp_path, told(**{"annotations.0.iscrowd": 1})), "train", "fail")
+        train_of(tmp_path, told(**{"annotations.0.iscrowd": 1}))
 
 
 def test_boxes_that_are_left_out_are_counted(tmp_path: Path) -> None:
@@ -239,22 +237,20 @@ def test_boxes_that_are_left_out_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "fractions"),
     [
-        [(0.5, 0.25)] * 4,
-        [(0.5, 0.25), (1, 1), (1.0000001, 0.3), (0.5, 0.25)],
-        None,
+        ([(0.5, 0.25)] * 4, True),
+        ([(0.5, 0.25), (1, 1), (1.0000001, 0.3), (0.5, 0.25)], True),
+        ([(0.5, 0.25), (0.5, 3), (0.5, 0.5), (1, 1)], False),  # small ones beside a larger one are read
     ],
 )
 @pytest.mark.parametrize("on_corrupt", ["fail", "skip"])
-def test_boxes_as_fractions_of_the_image_are_refused(sizes: Any, on_corrupt: Any, tmp_path: Path) -> None:
-    wide = sizes or [(0.5, 0.25), (0.5, 3), (0.5, 0.5), (1, 1)]  # small ones beside a larger one are read
-    changes = {f"annotations.{n}.bbox": [0.2, 0.1, *size] for n, size in enumerate(wide)}
-    if sizes is None:
+def test_boxes_as_fractions_of_the_image_are_refused(
+    sizes: Any, fractions: bool, on_corrupt: Any, tmp_path: Path
+) -> None:
+    changes = {f"annotations.{n}.bbox": [0.2, 0.1, *size] for n, size in enumerate(sizes)}
+    with refused(FILE, "fractions") if fractions else nullcontext():
         assert train_of(tmp_path, told(**changes), on_corrupt).most == 2
-        return
-    with refused(FILE, "fractions"):
-        train_of(tmp_path, told(**changes), on_corrupt)
 
 
 def test_a_box_that_is_there_twice_is_told_of(tmp_path: Path) -> None:
@@ -291,16 +287,15 @@ def test_images_that_are_not_there_or_of_another_size(tmp_path: Path) -> None:
 def test_exports_of_annotation_tools(tmp_path: Path) -> None:
     """The folders of Roboflow and of CVAT, and numbers as floats."""
     one, other = tmp_path / "roboflow", tmp_path / "cvat"
+    (other / "images").mkdir(parents=True)
     for part, name in (("train", "train"), ("val", "valid")):
         file = written(one, told(), part) / "annotations" / f"instances_{part}.json"
-        if name != part:
-            (one / part).rename(one / name)
+        (one / part).rename(one / name)
         file.rename(one / name / "_annotations.coco.json")
         written(other, json.loads(json.dumps(told()), parse_int=float), part)
-        (other / "images").mkdir(exist_ok=True)
         (other / part).rename(other / "images" / part)
     (one / "annotations").rmdir()
     for root in (one, other):
-        read = [CocoPictures(root, part, "fail") for part in ("train", "val")]
-        assert [len(pictures) for pictures in read] == [2, 3]
-        assert (read[0].read(0).image == 7).all() and read[0].read(0).label.tolist() == [2, 0]
+        train, val = (CocoPictures(root, part, "fail") for part in ("train", "val"))
+        assert (len(train), len(val)) == (2, 3)
+        assert (train.read(0).image == 7).all() and train.read(0).label.tolist() == [2, 0]

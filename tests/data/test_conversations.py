@@ -1,7 +1,6 @@
 """Contract of conversations: a row is read whole, or refused by its line; what is left out counts."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,17 @@ def lines(file: Path, *rows: Any) -> Path:
     return file
 
 
-def texts(chat: Chat, split: RowSplit, learn: str = "completions", length: int = 500) -> list[str]:
+def learned(found: Any, chat: Chat) -> list[str]:
+    """What counts of each sample."""
+    assert found.text.begins is not None and found.text.counts is not None
+    tokens, counts = found.text.tokens, found.text.counts
+    parts = zip(*(np.split(one, found.text.begins[1:]) for one in (tokens, counts)), strict=True)
+    return [chat.tokenizer.decode(a[b].tolist(), skip_special_tokens=False) for a, b in parts]
+
+
+def texts(chat: Chat, split: RowSplit, learn: str = "completions") -> list[str]:
     """What counts of each row."""
-    found = tokenized(split, chat, learn, length).text
-    assert found.begins is not None and found.counts is not None
-    ends = [*found.begins[1:].tolist(), len(found.tokens)]
-    each = zip(found.begins.tolist(), ends, strict=True)
-    return [
-        chat.tokenizer.decode(found.tokens[a:b][found.counts[a:b]].tolist(), skip_special_tokens=False)
-        for a, b in each
-    ]
+    return learned(tokenized(split, chat, learn, 500), chat)
 
 
 def said(content: Any, **keys: Any) -> dict[str, Any]:
@@ -124,17 +124,18 @@ FAULTS: list[Any] = [
 
 @pytest.mark.parametrize("nth", range(len(FAULTS)))
 def test_one_bad_row_does_not_end_a_start(nth: int, chat: Chat, tmp_path: Path) -> None:
-    fault = FAULTS[nth]
-    file = lines(tmp_path / "a.jsonl", TALK, fault if isinstance(fault, dict) else fault + "\n", *[TALK] * 8)
-    found = tokenized(RowSplit((file,)), chat, "completions", 99, budget=0.1)
+    fault, file = FAULTS[nth], tmp_path / "a.jsonl"
+    fault = fault if isinstance(fault, dict) else fault + "\n"
+    split = RowSplit((lines(file, TALK, fault, *[TALK] * 8),))
+    found = tokenized(split, chat, "completions", 99, budget=0.1)
     assert [(one.count, one.first) for one in found.left_out] == [(1, "a.jsonl: line 2")]
     assert found.text.begins is not None and len(found.text.begins) == 9
-    for budget in (0.0, 0.01):
-        with refused(file, "line 2") if not budget else nullcontext():
-            tokenized(RowSplit((file,)), chat, "completions", 99, budget=budget)
-    lines(file, *[fault if isinstance(fault, dict) else fault + "\n"] * 2, *[TALK] * 8)
+    tokenized(split, chat, "completions", 99, budget=0.01)
+    with refused(file, "line 2"):
+        tokenized(split, chat, "completions", 99)
+    lines(file, *[fault] * 2, *[TALK] * 8)
     with refused(file, "line 1", "2 10", "data.corrupt_budget", "1"):
-        tokenized(RowSplit((file,)), chat, "completions", 99, budget=0.1)
+        tokenized(split, chat, "completions", 99, budget=0.1)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +161,13 @@ def test_each_turn_is_a_sample_of_its_own(tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path / "chat", "qwen3"))
     file = lines(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER, ASK, {**ANSWER, "content": "no"}]}, TALK)
     thought = "<think>\n\n</think>\n\n"
-    together = tokenized(RowSplit((file,)), chat, "completions", 99)
-    assert any(note.startswith("1 ") and named(note, "language.turns=each") for note in together.notes)
-    assert texts(chat, RowSplit((file,)))[0] == f"the cat{END}{thought}no{END}"
-    each = tokenized(RowSplit((file,)), chat, "completions", 99, each=True)
-    assert not any(named(note, "language.turns=each") for note in each.notes)
-    assert each.text.begins is not None and each.text.counts is not None and len(each.text.begins) == 3
-    said = chat.tokenizer.decode(each.text.tokens[each.text.counts].tolist(), skip_special_tokens=False)
-    assert said == "".join(f"{thought}{one}{END}" for one in ("the cat", "no", "the cat"))
+    together, each = (
+        tokenized(RowSplit((file,)), chat, "completions", 99, each=one) for one in (False, True)
+    )
+    told = [[named(note, "1 language.turns=each") for note in one.notes] for one in (together, each)]
+    assert any(told[0]) and not any(told[1])
+    assert learned(together, chat)[0] == f"the cat{END}{thought}no{END}"
+    assert learned(each, chat) == [f"{thought}{one}{END}" for one in ("the cat", "no", "the cat")]
 
 
 def test_keys_of_sharegpt_and_of_the_template_in_a_row(tmp_path: Path) -> None:
@@ -186,40 +186,29 @@ def test_keys_of_sharegpt_and_of_the_template_in_a_row(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> None:
-    empty = {"role": "assistant", "content": " \n"}
-    rows = [
-        TALK,
-        "\n",
-        {"text": " "},
-        {"prompt": "a", "completion": "", "text": None},
-        {"messages": [ASK]},
-        {"messages": []},
-    ]
-    rows += [{"messages": [ASK, empty]}, {"messages": [ASK, empty, ASK, ANSWER]}, {**TALK, "id": 7}]
-    rows += [{"messages": [ASK, {"role": "assistant", "content": None}]}]
-    rows += [
-        {"messages": [{"role": "user", "content": "a " * 99}, ANSWER]},
-        {"prompt": "b " * 99, "completion": "c"},
-    ]
-    rows += [{"text": "the cat sat " * 99}, {"messages": [ASK, {"role": "assistant", "content": END}]}]
-    found = tokenized(RowSplit((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", 99)
-    left_out = [(one.count, one.first) for one in found.left_out]
-    assert left_out == [
-        *((1, f"a.jsonl: line {number}") for number in (2, 3, 4, 5, 6)),
-        *((3, "a.jsonl: line 7"), (1, "a.jsonl: line 9"), (2, "a.jsonl: line 11")),
+    def of(*rows: Any, most: int = 99) -> Any:
+        return tokenized(RowSplit((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", most)
+
+    empty, none = {"role": "assistant", "content": " \n"}, {"role": "assistant", "content": None}
+    rows = [TALK, "\n", {"text": " "}, {"prompt": "a", "completion": "", "text": None}, {"messages": [ASK]}]
+    rows += [{"messages": []}, {"messages": [ASK, empty]}, {"messages": [ASK, empty, ASK, ANSWER]}]
+    rows += [{**TALK, "id": 7}, {"messages": [ASK, none]}]
+    rows += [{"messages": [{"role": "user", "content": "a " * 99}, ANSWER]}]
+    rows += [{"prompt": "b " * 99, "completion": "c"}, {"text": "the cat sat " * 99}, said(END)]
+    found = of(*rows)
+    counted = [*((1, number) for number in (2, 3, 4, 5, 6)), (3, 7), (1, 9), (2, 11)]
+    assert [(one.count, one.first) for one in found.left_out] == [
+        (count, f"a.jsonl: line {number}") for count, number in counted
     ]
     assert named(found.left_out[-1].reason, "99") and named(found.left_out[-2].reason, "'id'")
-    notes = "\n".join(found.notes)
-    assert named(notes, "4", "1 language.sequence_length", "1 a.jsonl: line 14: <|im_end|>")
+    assert named(found.notes, "4", "1 language.sequence_length", "1 a.jsonl: line 14: <|im_end|>")
     odd = {"messages": [ASK, {**ANSWER, "name": "a"}, {**ANSWER, "weight": 0, "thinking": "hm"}]}
-    odd |= {"tools": [CALL]}
-    more = [odd, {"text": "a", "completion": "b"}, {**TALK, "prompt": "a"}]
-    found = tokenized(RowSplit((lines(tmp_path / "c.jsonl", *more),)), chat, "completions", 99)
+    found = of({**odd, "tools": [CALL]}, {"text": "a", "completion": "b"}, {**TALK, "prompt": "a"})
     wanted = "'name' messages", "'reasoning_content' messages", "'tools'", "'completion'", "'prompt'"
     for one, names in zip(found.left_out, wanted, strict=True):
         assert one.count == 1 and named(one.reason, names)
     with refused("1 5"):
-        tokenized(RowSplit((lines(tmp_path / "b.jsonl", TALK),)), chat, "completions", 5)
+        of(TALK, most=5)
 
 
 @pytest.mark.parametrize("names", [("human", "gpt"), ("User", "model")])
@@ -258,7 +247,6 @@ def test_lines_with_a_byte_order_mark_and_carriage_returns(chat: Chat, tmp_path:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([json.dumps(TALK).encode()] * 2))
     assert texts(chat, RowSplit((file,))) == [f"the cat{END}"] * 2
-    file.write_bytes(json.dumps([TALK]).encode())
     for content, names in ((json.dumps([TALK]).encode(), "JSON list"), (b"\x1f\x8b\x08", "gzip")):
         file.write_bytes(content)
         with refused(file, names):

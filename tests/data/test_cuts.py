@@ -1,22 +1,17 @@
 """Promise: what is seen of an image is what torchvision's transforms make of it, whatever its shape."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import _geometry
 
-from trainer.config.data import DataConfig
 from trainer.data.formats import crop
 from trainer.data.formats.crop import Box, middle_cut, random_cut
-from trainer.data.formats.decode import cut_out, resized_middle
-from trainer.data.sources import load_images
+from trainer.data.formats.decode import resized_middle
 from trainer.rng import uniforms
 
 # Height and width: squares, photographs, a line, a column, one pixel, and panoramas.
@@ -105,35 +100,3 @@ def test_what_is_drawn_again_is_uniform_and_of_its_own() -> None:
     assert abs(columns.mean(0) - 0.5).max() < 0.05
     assert abs(columns.std(0) - 12**-0.5).max() < 0.02
     assert abs(np.corrcoef(columns.T) - np.eye(12)).max() < 0.13
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-@pytest.mark.parametrize(("height", "width"), [(64, 96), (1, 20), (12, 240)])
-def test_a_file_is_evaluated_as_pillow_and_torchvision_do(
-    mode: str, height: int, width: int, tmp_path: Path
-) -> None:
-    gradient = np.zeros((height, width, 3), np.uint8)
-    gradient[..., 0] = np.linspace(0, 255, width)
-    gradient[..., 1] = np.linspace(0, 200, height)[:, None]
-    for part in ("train", "val"):
-        (tmp_path / part / "only").mkdir(parents=True)
-        image = encoded(mode, gradient, tmp_path / part / "only" / "x.png")
-    images = load_images(DataConfig(name="folder", path=tmp_path, image_size=28), 0)
-    out: dict[str, Any] = {"image": np.empty((1, 28, 28, 3), np.uint8), "label": np.empty(1, np.int64)}
-    images.evaluation.read(np.array([0]), None, out)
-    expected = v2.Compose([v2.Resize(32), v2.CenterCrop(28)])(image.convert("RGB"))
-    assert abs(out["image"][0].astype(int) - np.asarray(expected)).max() <= 1
-    data = bytearray((tmp_path / "val" / "only" / "x.png").read_bytes())
-    alike = resized_middle(cut_out(data, middle_cut), 28)[0].permute(1, 2, 0).numpy()
-    assert np.array_equal(out["image"][0], alike)
-    numbers = np.full((1, 4), 0.999, np.float32)
-    images.train.read(np.array([0]), numbers, out)  # any image has a training cut
-
-
-def encoded(mode: str, pixels: npt.NDArray[np.uint8], path: Path) -> Image.Image:
-    image = Image.fromarray(pixels)
-    if mode == "RGBA":
-        image.putalpha(128)
-    image = image.convert(mode)
-    image.save(path)
-    return image

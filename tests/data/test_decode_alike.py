@@ -14,12 +14,11 @@ from PIL import Image, ImageOps, features
 from torchvision import io as tvio
 
 from tests.helpers.image_folders import encoded, picture
+from tests.helpers.refusals import named
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box, snapped_cut
-from trainer.data.formats.orientation import (
-    orientation as orientation_of_file,
-)
+from trainer.data.formats.orientation import orientation as orientation_of_file
 
 
 def rows(image: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -51,11 +50,10 @@ def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> Non
     data = encoded(picture(size=(41, 30)), "PNG", exif=exif(orientation))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     assert np.array_equal(rows(decode.decode_whole(data, upright=True)), expected)
-    box = Box(3, 5, 9, 20)
-    cut = rows(decode.cut_out(data, lambda *_: box, upright=True))
+    cut = rows(decode.cut_out(data, lambda *_: Box(3, 5, 9, 20), upright=True))
     assert np.array_equal(cut, expected[3:12, 5:25])
-    height, width = expected.shape[:2]
-    assert decode.cut_out(data, lambda *size: Box(0, 0, *size), upright=True).shape[2:] == (height, width)
+    whole = decode.cut_out(data, lambda *size: Box(0, 0, *size), upright=True)
+    assert whole.shape[2:] == expected.shape[:2]
     assert rows(decode.decode_whole(data)).shape[:2] == (30, 41), "not by itself"
 
 
@@ -80,34 +78,27 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
 # 16 bits
 
 
-def deep(most: int, kind: str, **options: Any) -> bytearray:
-    ramp = np.linspace(0, most, 1200).astype(np.uint16).reshape(30, 40)
-    return encoded(Image.fromarray(ramp), kind, **options)
-
-
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 @pytest.mark.parametrize(("most", "shift"), [(255, 0), (694, 2), (4095, 4)])
 def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, shift: int) -> None:
-    line = refused(deep(most, kind))
-    assert f"{most:,}" in line and f"image >> {shift}" in line
+    ramp = np.linspace(0, most, 1200).astype(np.uint16).reshape(30, 40)
+    assert named(refused(encoded(Image.fromarray(ramp), kind)), f"{most:,} image >> {shift}")
 
 
-@pytest.mark.parametrize("maximum", [65535, 4095])
-def test_colors_of_sixteen_bits(maximum: int) -> None:
-    """Of a PPM PIL drops the lower bits by itself; by its maximum, which says what they mean."""
-
-    def ppm(most: int) -> bytes:
-        ramp = np.linspace(0, most, 36).astype(">u2")
-        return b"P6 4 3 %d\n" % maximum + ramp.tobytes()
-
-    assert rows(decode.decode_whole(bytearray(ppm(maximum)))).max() == 255
-    assert "nearly) black" in refused(ppm(maximum // 100))
+def ppm(most: int, maximum: int) -> bytearray:
+    """Colors of 16 bits, of which PIL drops the lower ones; by a maximum that says what they mean."""
+    return bytearray(b"P6 4 3 %d\n" % maximum + np.linspace(0, most, 36).astype(">u2").tobytes())
 
 
-def test_twelve_bits_of_sixteen_in_a_ppm() -> None:
-    """Which PIL rounds up to 16 of 255."""
-    full = np.linspace(0, 4095, 36).astype(">u2").tobytes()
-    assert "nearly) black" in refused(b"P6 4 3 65535\n" + full)
+@pytest.mark.parametrize(
+    ("most", "maximum", "black"),
+    [(65535, 65535, False), (4095, 4095, False), (655, 65535, True), (40, 4095, True), (4095, 65535, True)],
+)
+def test_twelve_bits_of_sixteen_in_a_ppm(most: int, maximum: int, black: bool) -> None:
+    if black:
+        assert named(refused(ppm(most, maximum)), "black")
+    else:
+        assert rows(decode.decode_whole(ppm(most, maximum))).max() == 255
 
 
 @pytest.mark.parametrize(("mode", "channels"), [(2, 3), (4, 2)])
@@ -126,15 +117,10 @@ def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) 
 # One verdict, the decoder's
 
 
-def with_junk(data: bytearray, where: bytes, junk: bytes) -> bytearray:
-    at = data.index(where)
-    return bytearray(data[:at] + junk + data[at:])
-
-
 @pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xda"])
 @pytest.mark.parametrize("junk", [b"\0\1\2\3\4", b"\xff\xff\xff"])
 def test_bytes_before_a_marker_are_skipped_as_pillow_does(where: bytes, junk: bytes) -> None:
-    data = with_junk(encoded(picture(), "JPEG", quality=90), where, junk)
+    data = encoded(picture(), "JPEG", quality=90).replace(where, junk + where, 1)
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     assert np.abs(rows(decode.decode_whole(data)).astype(int) - expected).max() <= 2
 
@@ -147,10 +133,7 @@ def verdict(data: bytearray, side: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"progressive": True}, {"restart_marker_rows": 1}],
-)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
 def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any]) -> None:
     whole = encoded(noise(320, 240), "JPEG", quality=60, **options)
     whole += b"after its end"
@@ -180,29 +163,24 @@ def test_a_size_that_the_decoder_does_not_give_is_not_believed(monkeypatch: pyte
 
 def test_the_cut_of_a_scaled_decode_is_exact() -> None:
     """Half an image's worth of what is drawn would be seen in the mean."""
-    image = noise(1203, 903)
-    data = encoded(image, "JPEG", quality=95)
+    data = encoded(noise(1203, 903), "JPEG", quality=95)
     random = np.random.default_rng(0)
-    for _ in range(12):
+    for side in (50, 110, 224) * 4:
         height, width = int(random.integers(460, 900)), int(random.integers(460, 1200))
         box = Box(int(random.integers(0, 904 - height)), int(random.integers(0, 1204 - width)), height, width)
-        side = int(random.choice([50, 110, 224]))
         snapped, by = snapped_cut(box, side, 903, 1203)
         assert by == max(n for n in (1, 2, 4, 8) if n * side <= min(height, width))
-        assert all(edge % by == 0 for edge in snapped)
-        assert min(snapped[2:]) >= side * by
-        assert snapped.top + snapped.height <= 903
-        assert snapped.left + snapped.width <= 1203
-        middles = (
-            (one.top + one.height / 2, one.left + one.width / 2, one.height, one.width)
-            for one in (box, snapped)
-        )
-        assert max(abs(a - b) for a, b in zip(*middles, strict=True)) <= by
+        assert all(edge % by == 0 for edge in snapped) and min(snapped[2:]) >= side * by
+        assert snapped.top + snapped.height <= 903 and snapped.left + snapped.width <= 1203
+        for begin, length in (("top", "height"), ("left", "width")):
+            assert abs(getattr(snapped, length) - getattr(box, length)) <= by
+            middles = [getattr(one, begin) + getattr(one, length) / 2 for one in (box, snapped)]
+            assert abs(middles[0] - middles[1]) <= by
         cut = decode.cut_out(data, lambda *_, box=box: box, side, scaled=True)
         file = Image.open(io.BytesIO(data))
         file.draft("RGB", (1203 // by, 903 // by))
-        top, left, rows_, columns = (edge // by for edge in snapped)
-        small = np.asarray(file.convert("RGB"))[top : top + rows_, left : left + columns]
+        top, left, height, width = (edge // by for edge in snapped)
+        small = np.asarray(file.convert("RGB"))[top : top + height, left : left + width]
         assert np.abs(rows(cut).astype(int) - small).max() <= (0 if by > 1 else 2)
     assert snapped_cut(Box(5, 7, 300, 301), 224, 903, 1203) == (Box(5, 7, 300, 301), 1)
 
@@ -210,13 +188,9 @@ def test_the_cut_of_a_scaled_decode_is_exact() -> None:
 def test_the_middle_of_scaled_cuts_is_that_of_what_was_drawn() -> None:
     random, apart = np.random.default_rng(1), []
     for _ in range(2000):
-        height, width = random.integers(800, 1200, 2).tolist()
-        top, left = random.integers(100, 600, 2).tolist()
-        box = Box(top, left, height, width)
-        cut, _ = snapped_cut(box, 100, 2000, 2000)
-        apart.append(
-            (cut.top + cut.height / 2 - box.top - height / 2, cut.left + cut.width / 2 - box.left - width / 2)
-        )
+        box = Box(*random.integers(100, 600, 2).tolist(), *random.integers(800, 1200, 2).tolist())
+        more = np.subtract(snapped_cut(box, 100, 2000, 2000)[0], box)
+        apart.append(more[:2] + more[2:] / 2)
     assert np.abs(np.mean(apart, 0)).max() < 0.5, "not towards the top left"
 
 
@@ -225,7 +199,7 @@ def test_the_middle_of_scaled_cuts_is_that_of_what_was_drawn() -> None:
 
 WHAT = {
     "zeros": bytes(5000),
-    "bytes 0xff and nothing else": b"\xff" * 50,
+    "50 bytes 0xff and nothing else": b"\xff" * 50,
     "an HTML page": b"\n<!DOCTYPE html><html><head><title>404</title>",
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
     "XML": b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
@@ -241,34 +215,25 @@ WHAT = {
 
 @pytest.mark.parametrize("what", WHAT)
 def test_a_message_says_what_a_file_is(what: str) -> None:
-    data = WHAT[what]
-    if what.startswith("bytes 0xff"):
-        what = "50 bytes 0xff and nothing else"
-    line = refused(data)
-    assert what in line
-    assert line == refused(data)
-    assert "0x7" not in line
-    assert "\n" not in line
-    assert len(line) < 200
+    line = refused(WHAT[what])
+    assert what in line and line == refused(WHAT[what])
+    assert "0x7" not in line and "\n" not in line and len(line) < 200
 
 
-def noisy_files() -> list[bytearray]:
-    """Of which libjpeg, libpng and libtiff each say something."""
+def test_libraries_write_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of these files libjpeg, libpng and libtiff each say something."""
     jpeg = encoded(picture(size=(80, 60)), "JPEG")
+    jpeg[-2:-2] = b"abcde"
     png = encoded(noise(80, 64), "PNG")
     png[90] ^= 1
     tiff = encoded(picture(size=(80, 60)), "TIFF", compression="tiff_lzw")
     tiff[40:70] = bytes(30)
-    return [bytearray(jpeg[:-2] + b"abcde" + jpeg[-2:]), png, tiff]
-
-
-def test_libraries_write_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    for data in noisy_files():
+    for data in (jpeg, png, tiff):
         try:
             decode.decode_whole(data)
         except Corrupt as error:
             assert "\n" not in str(error)
     os.write(2, b"ours\n")
     assert capfd.readouterr().err == "ours\n"
-    tvio.decode_jpeg(torch.frombuffer(noisy_files()[0], dtype=torch.uint8))
+    tvio.decode_jpeg(torch.frombuffer(jpeg, dtype=torch.uint8))
     assert "extraneous" in capfd.readouterr().err, "else this test would see nothing"

@@ -79,10 +79,8 @@ def batches_of(workers: int, first: int = 0, **methods: Any) -> list[dict[str, t
 
 
 def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-        for a, b in zip(one, other, strict=True)
-    )
+    pairs = list(zip(one, other, strict=True))
+    return all(a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a) for a, b in pairs)
 
 
 def flip(sample: dict[str, Any]) -> dict[str, Any]:
@@ -95,36 +93,31 @@ def widened(sample: dict[str, Any]) -> dict[str, Any]:
 
 ARRAYS = {"x": np.arange(63, dtype=np.float32).reshape(21, 3), "y": np.arange(21) % 2}
 KINDS: dict[str, dict[str, Any]] = {
-    "items": {},
-    "collate": {"collate": lambda _, items: default_collate(items)},
-    "transforms": {"transforms": lambda _: flip},
+    "items": {"transforms": lambda _: flip, "collate": lambda _, items: default_collate(items)},
     "arrays": {"data": lambda _: (ARRAYS, ARRAYS), "transforms": lambda _: [flip, widened]},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_and_the_place_to_begin_change_no_bit(kind: str) -> None:
-    task = KINDS[kind]
-    whole = batches_of(0, **task)
-    assert same(batches_of(2, **task), whole)
-    assert same(batches_of(1, 5, **task), whole[5:])
-    torch.manual_seed(5)
+    whole = batches_of(0, **KINDS[kind])
+    torch.manual_seed(5)  # whatever was drawn before
     random.seed(1)
     np.random.seed(2)
-    assert same(batches_of(0, **task), whole), "whatever was drawn before"
+    assert same(batches_of(2, **KINDS[kind]), whole)
+    assert same(batches_of(0, 5, **KINDS[kind]), whole[5:])
 
 
 def test_reading_without_workers_leaves_the_generators_as_they_are() -> None:
     run = build_alone(recipe_of(workers=0), task_of())
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-    list(run.loader(run.share.batches()))
-    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-    assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
+    drawn = []
+    for numbers in (run.share.batches(), range(0)):
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        list(run.loader(numbers))
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
 
 
 def test_each_sample_and_each_epoch_draws_otherwise_and_the_evaluation_alike() -> None:
@@ -145,16 +138,11 @@ def test_each_sample_and_each_epoch_draws_otherwise_and_the_evaluation_alike() -
 def test_tuples_are_fields_by_number_and_a_fingerprint_tells_data_apart() -> None:
     x = torch.arange(8.0).reshape(4, 2)
     one = ItemDataset(TensorDataset(x, torch.arange(4)), "training")
-    assert {n: (f.shape, str(f.dtype)) for n, f in one.fields.items()} == {
-        "0": ((2,), "float32"),
-        "1": ((), "int64"),
-    }
-    other = ItemDataset(TensorDataset(x + 1, torch.arange(4)), "training")
-    assert one.fingerprint() != other.fingerprint()
-    assert (
-        one.fingerprint()
-        == ItemDataset(Subset(TensorDataset(x, torch.arange(4)), range(4)), "training").fingerprint()
-    )
+    fields = {name: (field.shape, str(field.dtype)) for name, field in one.fields.items()}
+    assert fields == {"0": ((2,), "float32"), "1": ((), "int64")}
+    part = Subset(TensorDataset(x, torch.arange(4)), range(4))
+    assert ItemDataset(part, "training").fingerprint() == one.fingerprint()
+    assert ItemDataset(TensorDataset(x + 1, torch.arange(4)), "training").fingerprint() != one.fingerprint()
 
 
 class Bad:
@@ -239,13 +227,12 @@ def test_a_file_that_would_shadow_a_module_in_a_worker_is_refused(tmp_path: Path
 def test_by_default_there_are_no_workers_that_could_not_import_it(tmp_path: Path) -> None:
     """As of a class in a notebook's cell: one line says so; asked for, they are refused."""
     (tmp_path / "mine.v2.py").write_text("def mine(sample):\n    return sample")
-    mine = run_file(tmp_path / "mine.v2.py").mine
-    for method, others in (("spawn", 0), ("fork", 1)):
+    mine, limits = run_file(tmp_path / "mine.v2.py").mine, Limits(8, 1 << 36, 1 << 30, None)
+    for keys, some, told in (
+        ({}, False, True),
+        ({"start_method": "fork"}, True, False),
+        ({"workers": 2}, True, False),
+    ):
         task = task_of(transforms=lambda _: mine)
-        chosen = choose_loading(recipe_of(start_method=method), task, Limits(8, 1 << 36, 1 << 30, None), 1)
-        assert (chosen.setting.workers > 0) == bool(others)
-        assert ("mine" in chosen.line) == (not others)
-    asked = choose_loading(
-        recipe_of(start_method="spawn", workers=2), task, Limits(8, 1 << 36, 1 << 30, None), 1
-    )
-    assert asked.setting.workers == 2
+        chosen = choose_loading(recipe_of(**{"start_method": "spawn", **keys}), task, limits, 1)
+        assert (chosen.setting.workers > 0, "mine" in chosen.line) == (some, told)

@@ -50,14 +50,12 @@ def test_names_that_nothing_is_like(tmp_path: Path) -> None:
 
 
 def test_each_place_that_looks_a_file_up_says_so(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / NFC).touch()
-    table = tmp_path / "train.csv"
-    table.write_text(f"path,label\ntrain/{NFD},1\n")
-    assert named(in_table(table).absent(), r"'train/\xe9.jpg'")
-    written(tmp_path, told(**{"images.0.file_name": NFD}))
+    root = written(tmp_path, told(**{"images.0.file_name": NFD}))
+    (root / "train" / NFC).touch()
+    (root / "train.csv").write_text(f"path,label\ntrain/{NFD},1\n")
+    assert named(in_table(root / "train.csv").absent(), r"'train/\xe9.jpg'")
+    data = BoxedImages(CocoPictures(root, "train", "fail"), 32, 4, None)
     with refused(r"'\xe9.jpg'"):
-        data = BoxedImages(CocoPictures(tmp_path, "train", "fail"), 32, 4, None)
         check_data("fast", False, [CheckedData("training", data, 0)])
 
 

@@ -14,6 +14,9 @@ from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 from tests.data.test_arrow import FEATURES, write as write_arrow
+from tests.data.test_decode_alike import exif
+from tests.helpers.image_folders import encoded
+from tests.helpers.refusals import named, refused
 from trainer.commands.predict.images import as_evaluated
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data
@@ -24,7 +27,6 @@ from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.sources import load_images
-from trainer.errors import BadInputError
 
 SIDE = 32
 
@@ -32,14 +34,8 @@ SIDE = 32
 def photograph(number: int) -> bytes:
     """Orientation 1 to 8 in turn; losslessly, so that pixels can be compared."""
     ramp = np.add.outer(np.arange(40) * 3, np.arange(64) * 2).astype(np.uint8)
-    image, tags, file = (
-        Image.fromarray(np.stack([ramp, ramp // 2, 255 - ramp], 2)),
-        Image.Exif(),
-        io.BytesIO(),
-    )
-    tags[0x0112] = number % 8 + 1
-    image.save(file, "PNG", exif=tags.tobytes())
-    return file.getvalue()
+    image = Image.fromarray(np.stack([ramp, ramp // 2, 255 - ramp], 2))
+    return bytes(encoded(image, "PNG", exif=exif(number % 8 + 1)))
 
 
 @pytest.fixture
@@ -89,7 +85,7 @@ def test_the_key_is_followed_by_each_format_and_is_in_the_fingerprint(
         evaluated(name="pack", path=tmp_path / "copied", exif_orientation="ignore")[0], stored
     )
     for name, key in (("pixels", "ignore"), ("pixels as stored", "apply")):
-        with pytest.raises(BadInputError, match="decoded when it was packed"):
+        with refused(tmp_path / name, "data.exif_orientation"):
             evaluated(name="pack", path=tmp_path / name, exif_orientation=key)
 
 
@@ -111,57 +107,52 @@ def test_hugging_face_s_images_are_turned_unless_they_are_not_to_be(tmp_path: Pa
         assert np.array_equal(found[number], plain[number]) is (number == 0)
 
 
-def test_a_file_is_predicted_as_it_was_evaluated(photographs: Path) -> None:
-    for key, part in (("apply", 0.875), ("ignore", 0.875), ("apply", 0.5), ("apply", 1.0)):
-        keys: Any = {"exif_orientation": key, "eval_crop": part}
-        data = DataConfig(name="folder", path=photographs, image_size=SIDE, **keys)
-        found, _ = evaluated(name="folder", path=photographs, **keys)
-        dataset = limited(load_images(data, 0).evaluation, 7)  # as data.limit leaves it
-        run: Any = SimpleNamespace(
-            task=SimpleNamespace(evaluation_data=dataset), recipe=SimpleNamespace(data=data)
-        )
-        records = in_folder(photographs / "val")
-        for number in range(8):
-            file = Path(os.fsdecode(records.path(number)))
-            assert np.array_equal(as_evaluated(file, run), found[number]), (key, number)
+@pytest.mark.parametrize(
+    ("key", "part"), [("apply", 0.875), ("ignore", 0.875), ("apply", 0.5), ("apply", 1.0)]
+)
+def test_a_file_is_predicted_as_it_was_evaluated(key: str, part: float, photographs: Path) -> None:
+    keys: Any = {"name": "folder", "path": photographs, "exif_orientation": key, "eval_crop": part}
+    found, _ = evaluated(**keys)
+    data = DataConfig(image_size=SIDE, **keys)
+    dataset = limited(load_images(data, 0).evaluation, 7)  # as data.limit leaves it
+    task, recipe = SimpleNamespace(evaluation_data=dataset), SimpleNamespace(data=data)
+    run: Any = SimpleNamespace(task=task, recipe=recipe)
+    records = in_folder(photographs / "val")
+    for number in range(8):
+        file = Path(os.fsdecode(records.path(number)))
+        assert np.array_equal(as_evaluated(file, run), found[number]), number
 
 
-def coco(root: Path, size: tuple[int, int], orientation: int) -> None:
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    for part in ("train", "val"):
-        (root / part).mkdir(parents=True)
-        Image.new("RGB", (40, 30)).save(root / part / "a.jpg", exif=tags.tobytes())
-        what = {
-            "images": [{"id": 1, "file_name": "a.jpg", "width": size[0], "height": size[1]}],
-            "categories": [{"id": 1, "name": "thing"}],
-            "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [2, 3, 10, 12]}],
-        }
-        (root / "annotations").mkdir(exist_ok=True)
-        (root / "annotations" / f"instances_{part}.json").write_text(json.dumps(what))
+def coco(root: Path, size: tuple[int, int], orientation: int) -> Path:
+    what = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": size[0], "height": size[1]}],
+        "categories": [{"id": 1, "name": "thing"}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [2, 3, 10, 12]}],
+    }
+    for folder in ("train", "annotations"):
+        (root / folder).mkdir(parents=True)
+    Image.new("RGB", (40, 30)).save(root / "train" / "a.jpg", exif=exif(orientation))
+    (root / "annotations" / "instances_train.json").write_text(json.dumps(what))
+    return root
 
 
 def test_coco_says_when_exif_is_why_sizes_differ(tmp_path: Path) -> None:
-    coco(tmp_path, (30, 40), 6)
-    with pytest.raises(
-        Corrupt, match=r"say 30 x 40; its EXIF orientation is 6: data\.exif_orientation=apply"
-    ):
-        CocoPictures(tmp_path, "val", "fail").read(0)
-    assert CocoPictures(tmp_path, "val", "fail", True).read(0).image.shape == (40, 30, 3)
-    coco(tmp_path / "stored", (40, 30), 6)
-    with pytest.raises(Corrupt, match=r"before its EXIF orientation \(6\) was applied.*=ignore leaves it"):
-        CocoPictures(tmp_path / "stored", "val", "fail", True).read(0)
+    turned, stored = coco(tmp_path / "turned", (30, 40), 6), coco(tmp_path / "stored", (40, 30), 6)
+    with refused("30 40 EXIF 6 data.exif_orientation=apply", by=Corrupt):
+        CocoPictures(turned, "train", "fail").read(0)
+    assert CocoPictures(turned, "train", "fail", True).read(0).image.shape == (40, 30, 3)
+    with refused("EXIF 6 ignore", by=Corrupt):
+        CocoPictures(stored, "train", "fail", True).read(0)
 
 
 @pytest.mark.parametrize(("orientation", "warned"), [(1, False), (3, True), (6, True)])
 def test_boxes_of_turned_images_are_warned_of(
     orientation: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coco(tmp_path, (40, 30), orientation)
+    root, marks = coco(tmp_path / "d", (40, 30), orientation), []
     for upright, expected in ((False, warned), (True, False)):
-        pictures = CocoPictures(tmp_path, "train", "fail", upright)
+        pictures = CocoPictures(root, "train", "fail", upright)
         check_data("fast", False, [CheckedData("training", BoxedImages(pictures, 64, 5, None), 0)])
-        line = capsys.readouterr().err
-        assert ("1 of 1 images are to be turned or mirrored by their EXIF" in line) is expected
-        assert ("a.jpg; they are taken as they are stored" in line) is expected
-    assert CocoPictures(tmp_path, "train", "fail").fingerprint() + " upright" == pictures.fingerprint()
+        assert named(capsys.readouterr().err, "1 of 1 EXIF a.jpg") is expected
+        marks.append(pictures.fingerprint())
+    assert marks == [marks[0], f"{marks[0]} upright"]

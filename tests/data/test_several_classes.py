@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,93 +18,77 @@ from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import RegularizationConfig
 from trainer.data.batch import Batch
-from trainer.data.sources import ImageData, load_images
+from trainer.data.sources import load_images
 from trainer.tasks.classification import Classification
 
 TRAIN = ["cat|dog", "dog", "emu|cat", "", "dog | cat"]
 VAL = ["emu", "dog", "dog|emu"]
+CLASSES = ("cat", "dog", "emu")
 
 
 @pytest.fixture(params=["separator", "columns", "parquet", "parquet columns"])
 def data(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The same images and classes, written in four ways."""
-    kind, pictures = cast(str, request.param), np.random.default_rng(0)
+    kind, pixels = cast(str, request.param), np.random.default_rng(0)
     for part, rows in (("train", TRAIN), ("val", VAL)):
         table: dict[str, list[Any]] = {"path": [f"{part}{number}.png" for number in range(len(rows))]}
         for name in table["path"]:
-            Image.fromarray(pictures.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(tmp_path / name)
+            Image.fromarray(pixels.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(tmp_path / name)
         if "columns" in kind:
-            for each in ("cat", "dog", "emu"):
-                table[each] = [int(each in row) for row in rows]
+            table |= {each: [int(each in row) for row in rows] for each in CLASSES}
         else:
             table["label"] = list(rows)
         if "parquet" in kind:
-            pyarrow = pytest.importorskip("pyarrow")
-            from pyarrow import parquet
-
             parquet.write_table(pyarrow.table(table), tmp_path / f"{part}.parquet")
         else:
             lines = [",".join(map(str, row)) for row in (table, *zip(*table.values(), strict=True))]
             (tmp_path / f"{part}.csv").write_text("\n".join(lines))
-    how = {"label_columns": ["cat", "dog", "emu"]} if "columns" in kind else {"label_separator": "|"}
+    how: dict[str, Any] = {"label_columns": [*CLASSES]} if "columns" in kind else {"label_separator": "|"}
     sizes = {"image_size": 8, "global_batch_size": 4, "micro_batch_size": 4, "workers": 0}
     return {"name": "table", "path": tmp_path, **how, **sizes}
 
 
-def hot(images: ImageData, part: str) -> list[list[int]]:
-    dataset = getattr(images, part)
-    count = len(dataset)
-    out: Any = {name: np.zeros((count, *field.shape), field.dtype) for name, field in dataset.fields.items()}
-    random = np.full((count, dataset.uniforms), 0.5, np.float32) if dataset.uniforms else None
-    dataset.read(np.arange(count), random, out)
-    return cast(list[list[int]], out["label"].tolist())
-
-
 def told(rows: Sequence[str]) -> list[list[int]]:
-    return [[int(name in row) for name in ("cat", "dog", "emu")] for row in rows]
+    return [[int(name in row) for name in CLASSES] for row in rows]
 
 
 def test_each_class_of_an_image_is_a_one(data: dict[str, Any]) -> None:
     images = load_images(DataConfig(**data), 0)
-    assert images.classes == ("cat", "dog", "emu")
-    assert hot(images, "train") == told(TRAIN)
-    assert hot(images, "evaluation") == told(VAL)
+    assert images.classes == CLASSES
+    for part, rows in ((images.train, TRAIN), (images.evaluation, VAL)):
+        out: Any = {n: np.zeros((len(part), *field.shape), field.dtype) for n, field in part.fields.items()}
+        random = np.full((len(part), part.uniforms), 0.5, np.float32) if part.uniforms else None
+        part.read(np.arange(len(part)), random, out)
+        assert out["label"].tolist() == told(rows)
     assert named(images.notes, "cat val")
 
 
 def test_the_loss_is_the_binary_cross_entropy_of_a_sigmoid(data: dict[str, Any]) -> None:
-    task = Classification(DataConfig(**data), ModelConfig(), RegularizationConfig(), 0)
-    label = torch.tensor(told(TRAIN), dtype=torch.uint8)
-    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    def task_of(**keys: Any) -> Classification:
+        return Classification(DataConfig(**data), ModelConfig(), RegularizationConfig(**keys), 0)
 
     class Given(nn.Module):
         def forward(self, image: torch.Tensor) -> torch.Tensor:
             return logits[: len(image)]
 
-    image = torch.zeros(5, 8, 8, 3, dtype=torch.uint8)
-    weight = torch.tensor([1.0, 1, 1, 1, 0])
-    found = task.measure(Given(), Batch({"image": image, "label": label}, weight, None, 4))
+    task, label = task_of(), torch.tensor(told(TRAIN), dtype=torch.uint8)
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    fields = {"image": torch.zeros(5, 8, 8, 3, dtype=torch.uint8), "label": label}
+    found = task.measure(Given(), Batch(fields, torch.tensor([1.0, 1, 1, 1, 0]), None, 4))
     wanted = F.binary_cross_entropy_with_logits(logits[:4], label[:4].float()) * 4
     torch.testing.assert_close(found["loss"], wanted)
-    right = ((logits.sigmoid() > 0.5) == label.bool()).all(1)[:4].sum()
-    assert found["accuracy"] == right
-    label, logits[:] = torch.zeros_like(label), float("nan")
-    assert task.measure(Given(), Batch({"image": image, "label": label}, None, None, 5))["accuracy"] == 0
+    assert found["accuracy"] == ((logits.sigmoid() > 0.5) == label.bool()).all(1)[:4].sum()
+    fields["label"], logits[:] = torch.zeros_like(label), float("nan")
+    assert task.measure(Given(), Batch(fields, None, None, 5))["accuracy"] == 0
     with refused("regularization.label_smoothing"):
-        Classification(DataConfig(**data), ModelConfig(), RegularizationConfig(label_smoothing=0.1), 0)
+        task_of(label_smoothing=0.1)
 
 
 def test_the_fingerprint_tells_sets_of_classes_apart(tmp_path: Path) -> None:
     seen = set[str]()
     (tmp_path / "val.csv").write_text("path,label\nv.png,a|b\n")
-    for labels in (
-        ("a", "b", "a|b"),
-        ("b", "a", "a|b"),
-        ("a|b", "b", "a"),
-        ("a|b", "b", "b"),
-        ("a", "a", "b"),
-    ):
-        rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels))
+    for labels in ("a b a|b", "b a a|b", "a|b b a", "a|b b b", "a a b"):
+        rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels.split()))
         (tmp_path / "train.csv").write_text(f"path,label\n{rows}")
         config = DataConfig(name="table", path=tmp_path, label_separator="|")
         seen.add(load_images(config, 0).train.fingerprint())

@@ -1,5 +1,6 @@
 """Promise: where not all shards fit, the order needs few at a time and is still looked up, not carried."""
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -21,25 +22,17 @@ def epoch_of(shards: list[int], shards_per_block: int, seed: int = 0, epoch: int
     return in_blocks(seed, np.full(total, epoch), np.arange(total), tuple(shards), shards_per_block)
 
 
-@given(
-    shards=sizes, shards_per_block=st.integers(1, 31), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000)
-)
-def test_an_epoch_is_a_permutation(shards: list[int], shards_per_block: int, seed: int, epoch: int) -> None:
-    order = epoch_of(shards, shards_per_block, seed, epoch)
-    assert np.array_equal(np.sort(order), np.arange(sum(shards)))
-
-
-@given(shards=sizes, shards_per_block=st.integers(1, 31), seed=st.integers(0, 9), epoch=st.integers(0, 9))
-def test_a_stretch_needs_the_shards_of_its_block_only(
-    shards: list[int], shards_per_block: int, seed: int, epoch: int
+@given(shards=sizes, of_block=st.integers(1, 31), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+def test_an_epoch_is_a_permutation_whose_stretches_need_the_shards_of_their_block_only(
+    shards: list[int], of_block: int, seed: int, epoch: int
 ) -> None:
     """Wherever one looks, what is needed from there on and was needed before is less than a block's."""
-    order = epoch_of(shards, shards_per_block, seed, epoch)
+    order = epoch_of(shards, of_block, seed, epoch)
+    assert np.array_equal(np.sort(order), np.arange(sum(shards)))
     shard = np.repeat(np.arange(len(shards)), shards)[order]
-    first = {number: int(np.flatnonzero(shard == number)[0]) for number in set(shard.tolist())}
-    last = {number: int(np.flatnonzero(shard == number)[-1]) for number in first}
+    places = [np.flatnonzero(shard == number) for number in set(shard.tolist())]
     for position in range(len(order)):
-        assert sum(first[number] <= position <= last[number] for number in first) <= shards_per_block
+        assert sum(int(place[0]) <= position <= int(place[-1]) for place in places) <= of_block
 
 
 def test_shards_come_to_each_block_and_samples_to_each_place_equally_often() -> None:
@@ -61,27 +54,13 @@ def test_the_order_never_changes_between_versions() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    shards = tuple(draw(sizes))
-    micro_batch_size = draw(st.integers(1, 4))
+    shards, micro_batch_size = tuple(draw(sizes)), draw(st.integers(1, 4))
     last: Last = draw(st.sampled_from(get_args(Last)))
-    global_batch_size = micro_batch_size * 4
-    if last == "drop" and sum(shards) < global_batch_size:
+    if last == "drop" and sum(shards) < 4 * micro_batch_size:
         last = "cross"
-    epochs, seed, shards_per_block = (
-        draw(st.integers(1, 3)),
-        draw(st.integers(0, 9)),
-        draw(st.integers(1, 31)),
-    )
-    return Plan(
-        sum(shards),
-        global_batch_size,
-        micro_batch_size,
-        epochs,
-        last,
-        seed,
-        shards=shards,
-        shards_per_block=shards_per_block,
-    )
+    epochs, seed, of_block = draw(st.integers(1, 3)), draw(st.integers(0, 9)), draw(st.integers(1, 31))
+    plan = Plan(sum(shards), 4 * micro_batch_size, micro_batch_size, epochs, last, seed)
+    return replace(plan, shards=shards, shards_per_block=of_block)
 
 
 @given(plan=plans())

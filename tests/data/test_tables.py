@@ -151,8 +151,7 @@ def test_files_of_a_table_that_are_not_there_are_counted(
     kind: str, photographs: Path, tmp_path: Path
 ) -> None:
     def check(table: Any) -> None:
-        dataset = ImageDataset(table, SIDE, random_crop=True)
-        check_data("fast", False, [CheckedData("training", dataset, 0)])
+        check_data("fast", False, [CheckedData("training", ImageDataset(table, SIDE, random_crop=True), 0)])
 
     records = opened(kind, photographs, tmp_path)
     check(records)
@@ -160,20 +159,16 @@ def test_files_of_a_table_that_are_not_there_are_counted(
     paths[16] = "a/gone.jpg"
     paths.insert(4, "two\nlines.jpg")
     file = tmp_path / f"table.{kind}"
-    if kind == "csv":
-        file.write_text("path,label\n" + "".join(f'"{path}",1\n' for path in paths))
-    else:
-        file.write_bytes(parquet_of([1] * 31, paths))
-    with pytest.raises(Exception) as raised:
-        check(in_table(file))
+    content = b"path,label\n" + "".join(f'"{path}",1\n' for path in paths).encode()
+    file.write_bytes(content if kind == "csv" else parquet_of([1] * 31, paths))
     place = "line 7" if kind == "csv" else "row 5"
-    assert named(str(raised.value), "2 of 31", file, f"{place}: {tmp_path}/two lines.jpg")
+    with refused("2 of 31", file, f"{place}: {tmp_path}/two lines.jpg", by=Exception):
+        check(in_table(file))
 
 
 def tables(root: Path, train: Sequence[tuple[str, Any]], val: Sequence[tuple[str, Any]]) -> Any:
     for part, rows in (("train", train), ("val", val)):
-        lines = "".join(f"{path},{label}\n" for path, label in rows)
-        (root / f"{part}.csv").write_text(f"path,label\n{lines}")
+        write(root, f"{part}.csv", [f"{path},{label}" for path, label in rows])
     return load_images(DataConfig(name="table", path=root), 0)
 
 
@@ -188,11 +183,10 @@ def tables(root: Path, train: Sequence[tuple[str, Any]], val: Sequence[tuple[str
 def test_val_is_numbered_by_the_names_of_train(
     tmp_path: Path, train: Sequence[Any], val: Sequence[Any], numbers: list[int]
 ) -> None:
-    data = tables(
-        tmp_path,
-        [(f"t{at}.jpg", each) for at, each in enumerate(train)],
-        [(f"v{at}.jpg", each) for at, each in enumerate(val)],
-    )
+    rows = [
+        [(f"{part}{at}.jpg", each) for at, each in enumerate(one)] for part, one in (("t", train), ("v", val))
+    ]
+    data = tables(tmp_path, *rows)
     assert data.evaluation.labels.tolist() == numbers
     assert [data.classes[number] for number in data.evaluation.labels] == [str(each) for each in val]
     assert named(data.notes, "val")
@@ -226,8 +220,8 @@ def test_files_with_two_labels_and_files_of_both_parts_are_counted(tmp_path: Pat
     assert not tables(tmp_path, train[:2], [("c.jpg", "ant"), ("d.jpg", "bee")]).notes
 
 
-def write(root: Path, name: str, paths: Sequence[str]) -> Path:
-    (root / name).write_text("path,label\n" + "".join(f"{path},a\n" for path in paths))
+def write(root: Path, name: str, rows: Sequence[str]) -> Path:
+    (root / name).write_text("path,label\n" + "".join(f"{row}\n" for row in rows))
     return root / name
 
 
@@ -252,6 +246,6 @@ def test_images_that_no_table_names_are_counted(
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         picture().save(root / file, "JPEG")
     for name, paths in others.items():
-        write(root, name, paths)
-    found = in_table(write(root, "train.csv", [path.format(root=root) for path in train]))
+        write(root, name, [f"{path},a" for path in paths])
+    found = in_table(write(root, "train.csv", [f"{path.format(root=root)},a" for path in train]))
     assert (sum(each.count for each in found.left_out), len(found)) == (count, len(train))

@@ -5,15 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
-from tests.data.turns_by_trl import RECORD, SHORT, TALKS, folder_of
 from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
 from tests.helpers.refusals import named, refused
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
 from trainer.data.formats.messages import Talk, sample_of
 from trainer.data.formats.turns import Learned, counted, learned, with_stop
 
-BY_TRL: dict[str, dict[str, list[str]]] = json.loads(RECORD.read_text())
+# What TRL 1.16.0 counts of conversations with thinking, by its template of each model, which marks turns.
+# Templates here are short forms of the models' own.
+FOLDER = Path(__file__).with_name("turns_by_trl")
+RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "recorded.json").read_text())
+BY_TRL, TALKS = RECORDED["counted"], RECORDED["talks"]
+CASES = [(one, name) for one in BY_TRL for name in BY_TRL[one]]
+WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 THINKING = ("thinking", "several thinking", "inline", "tools")  # R1's prompt begins it
 
 
@@ -24,7 +30,15 @@ def talk_of(messages: list[Any], **keys: Any) -> Talk:
 
 
 def opened(family: str, folder: Path) -> Chat:
-    return open_tokenizer(folder_of(family, SHORT[family], folder))
+    """A small tokenizer with a family's tokens, and its template."""
+    template = "".join((FOLDER / f"{family}.jinja").read_text().splitlines())
+    bos, eos, *_ = special = RECORDED["tokens"][family]
+    chat_folder(folder, template=template, bos_token=bos, eos_token=eos)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in WORDS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return open_tokenizer(folder)
 
 
 def counting(chat: Chat, sample: Learned) -> str:
@@ -33,7 +47,7 @@ def counting(chat: Chat, sample: Learned) -> str:
     return str(chat.tokenizer.decode(found.ids[found.counts].tolist(), skip_special_tokens=False))
 
 
-@pytest.mark.parametrize(("family", "name"), [(one, name) for one in BY_TRL for name in BY_TRL[one]])
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_each_turn_is_learned_as_it_is_asked_for(family: str, name: str, tmp_path: Path) -> None:
     """By what TRL's marked template of the family counts of it, but for what the prompt holds already."""
     chat, talk = opened(family, tmp_path), talk_of(TALKS[name])
@@ -51,7 +65,7 @@ def test_each_turn_is_learned_as_it_is_asked_for(family: str, name: str, tmp_pat
         assert not sample.reasons
 
 
-@pytest.mark.parametrize(("family", "name"), [(one, name) for one in BY_TRL for name in BY_TRL[one]])
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_conversation_as_one_sample_is_the_same_or_told_or_refused_with_what_helps(
     family: str, name: str, tmp_path: Path
 ) -> None:
@@ -59,18 +73,16 @@ def test_a_conversation_as_one_sample_is_the_same_or_told_or_refused_with_what_h
     try:
         (sample,) = learned(chat, talk, "completions", each=False)
     except ChatError as error:
-        helps = named(str(error), "language.turns=each")
-        assert helps
+        assert named(str(error), "language.turns=each")
         if family != "deepseek_r1_distill" or name in THINKING:
             assert list(learned(chat, talk, "completions", each=True))
         return
-    each = [counting(chat, one) for one in learned(chat, talk, "completions", each=True)]
     unlike = 0
+    each = [counting(chat, one) for one in learned(chat, talk, "completions", each=True)]
     for one, (begin, end) in zip(each, sample.spans, strict=True):
         mark = next(mark for mark in chat.ends if one.endswith(mark))  # that a conversation may lack: told
-        unlike += (
-            one.removesuffix(mark).rstrip() != sample.text[begin:end].rstrip().removesuffix(mark).rstrip()
-        )
+        whole = sample.text[begin:end].rstrip().removesuffix(mark)
+        unlike += one.removesuffix(mark).rstrip() != whole.rstrip()
     assert sample.otherwise == unlike == (family == "qwen3" and name == "several")
 
 

@@ -2,9 +2,8 @@
 
 A sentence is a text of five words or more that a test expects of the program: in an `assert` (but for
 what the assert hands to a function that is no search), in `match=`, in `refused(...)`, in `refusal(...)`; or
-it has a name that these read: of a table (`parametrize`, `for`), of a parameter, of an assignment. A private
-use is a name with an underscore that the package defines, of anything but `self` and `cls`: attribute,
-import, patch.
+it has a name that these read: of a table (`parametrize`) or of an assignment. A private use is a name with an
+underscore that the package defines, of anything but `self` and `cls`: attribute, import, patch.
 """
 
 import ast
@@ -28,7 +27,6 @@ _SEARCHES = {
     *("count", "index", "partition", "removeprefix", "all", "any", "sorted", "set", "list", "tuple"),
 }
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Row = ast.Tuple | ast.List
 
 
 class Found(NamedTuple):
@@ -64,20 +62,19 @@ def defined() -> frozenset[str]:
 
 def _sentences(tree: ast.Module) -> set[ast.expr]:
     """Sentences that a file expects, each once."""
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    scopes: list[ast.Module | ast.ClassDef] = [tree, *classes]
+    scopes: list[ast.Module | ast.ClassDef] = [
+        tree,
+        *(one for one in tree.body if isinstance(one, ast.ClassDef)),
+    ]
     functions = [node for one in scopes for node in one.body if isinstance(node, _Function)]
-    others = [node for node in tree.body if not isinstance(node, _Function | ast.ClassDef)]
-    inside = {function: list(ast.walk(function)) for function in functions}
-    calls = [node for nodes in inside.values() for node in nodes if isinstance(node, ast.Call)]
-    outside = [node for one in others for node in ast.walk(one)]
-    calls += [node for node in outside if isinstance(node, ast.Call)]
-    values = list(_bound(outside, {}))
-    assigned = dict(values)
-    found = _read(outside, values)
-    for function, nodes in inside.items():
-        given = [*_parametrized(function, assigned), *_passed(calls, function)]
-        found |= _read(nodes, [*_bound(nodes, assigned), *given, *values])
+    outside = [
+        node for one in tree.body if not isinstance(one, _Function | ast.ClassDef) for node in ast.walk(one)
+    ]
+    assigned = dict(_bound(outside))
+    found = _read(outside, assigned.items())
+    for function in functions:
+        nodes = list(ast.walk(function))
+        found |= _read(nodes, [*_bound(nodes), *_parametrized(function, assigned), *assigned.items()])
     return found
 
 
@@ -123,17 +120,14 @@ def _is_sentence(node: ast.expr) -> bool:
     return False
 
 
-def _bound(nodes: list[ast.AST], known: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
-    """Names that code assigns, or takes from a table one row after another, with their values."""
+def _bound(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Names that code assigns, with their values."""
     for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 yield name, value
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 yield name, value
-            case ast.For(target=target, iter=table) | ast.comprehension(target=target, iter=table):
-                names = [part.id if isinstance(part, ast.Name) else "" for part in _cells(target)]
-                yield from _columns(names, table, known)
 
 
 def _parametrized(function: _Function, known: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
@@ -147,28 +141,16 @@ def _parametrized(function: _Function, known: dict[str, ast.expr]) -> Iterator[t
                 yield from _columns(texts, table, known)
 
 
-def _passed(calls: list[ast.Call], function: _Function) -> Iterator[tuple[str, ast.expr]]:
-    """Parameters of a function with what the file passes."""
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    for call in calls:
-        if isinstance(call.func, ast.Name) and call.func.id == function.name:
-            yield from zip(names, call.args, strict=False)
-            yield from ((word.arg, word.value) for word in call.keywords if word.arg)
-
-
 def _columns(names: list[str], table: ast.expr, known: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
     for row in _rows(table, known):
-        is_param = (
-            isinstance(row, ast.Call) and isinstance(row.func, ast.Attribute) and row.func.attr == "param"
-        )
-        cells = (
-            row.args if is_param and isinstance(row, ast.Call) else _cells(row) if len(names) > 1 else [row]
-        )
+        match row:
+            case ast.Call(func=ast.Attribute(attr="param"), args=cells):
+                pass
+            case ast.Tuple(elts=cells) | ast.List(elts=cells) if len(names) > 1:
+                pass
+            case _:
+                cells = [row]
         yield from zip(names, cells, strict=False)
-
-
-def _cells(row: ast.expr) -> list[ast.expr]:
-    return row.elts if isinstance(row, _Row) else [row]
 
 
 def _rows(table: ast.expr, known: dict[str, ast.expr]) -> Iterator[ast.expr]:
@@ -178,14 +160,11 @@ def _rows(table: ast.expr, known: dict[str, ast.expr]) -> Iterator[ast.expr]:
             for row in rows:
                 yield from _rows(row.value, known) if isinstance(row, ast.Starred) else [row]
         case ast.Dict(keys=keys, values=values):
-            for key, value in zip(keys, values, strict=True):
-                yield from _rows(value, known) if key is None else [ast.Tuple(elts=[key, value])]
+            yield from (ast.Tuple(elts=[key, value]) for key, value in zip(keys, values, strict=True) if key)
         case ast.Name(id=name) if name in known:
             yield from _rows(known[name], {})
         case ast.Call(func=ast.Attribute(value=whole, attr="items")):
             yield from _rows(whole, known)
-        case ast.GeneratorExp(elt=row) | ast.ListComp(elt=row):
-            yield row
 
 
 def _private(tree: ast.Module, names: frozenset[str]) -> Iterator[int]:

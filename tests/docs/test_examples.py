@@ -1,4 +1,7 @@
-"""Promise: the commands of each example's README run as they stand, in a copy of its folder."""
+"""Promise: the commands of each example's README run as they stand, in a copy of its folder.
+
+Each is some processes that train: one is quick, and `.ci/run` runs them all.
+"""
 
 import json
 import os
@@ -57,7 +60,7 @@ def run_all(example: str, folder: Path) -> str:
     return said
 
 
-@pytest.mark.slow  # 14 processes; `.ci/run` runs it
+@pytest.mark.slow
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks run in order in an empty folder, and what writes again in the same one."""
     text = (FOLDER.parent / "docs" / "tutorial.md").read_text()
@@ -82,9 +85,9 @@ def test_each_is_known() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 
+@pytest.mark.slow
 def test_a_text_of_ones_own(tmp_path: Path) -> None:
-    said = run_all("own-text", tmp_path / "mine")
-    assert "The statement " in said
+    assert "The statement " in run_all("own-text", tmp_path / "mine")
 
 
 @pytest.mark.slow
@@ -114,6 +117,7 @@ def test_a_learning_rate_range_test(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_links_between_ranks(tmp_path: Path) -> None:
     rows = re.findall(
         r"(\d+) bytes +([\d.]+) us +([\d.]+) GB/s  bus ([\d.]+) GB/s", run_all("links", tmp_path / "mine")
@@ -123,14 +127,14 @@ def test_the_links_between_ranks(tmp_path: Path) -> None:
         assert float(rate) == float(bus) == pytest.approx(int(size) / float(us) / 1e3, rel=0.02, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_known_script(tmp_path: Path) -> None:
     assert "accuracy" in run_all("scripts", tmp_path / "mine")
 
 
 @pytest.mark.slow
 def test_a_custom_task(tmp_path: Path) -> None:
-    said = run_all("custom-task", tmp_path / "mine")
     folder = tmp_path / "mine"
+    assert f"is in {folder}/runs/forecast/checkpoints/step-" in run_all("custom-task", folder)
     assert (folder / "notes.txt").read_text().startswith("step 32: rmse 0.")
-    assert f"is in {folder}/runs/forecast/checkpoints/step-" in said
     assert list((folder / "runs" / "forecast").rglob("model.json"))

@@ -50,49 +50,32 @@ def test_actions_are_pinned_by_commit_with_their_version(path: Path) -> None:
     assert all("timeout-minutes" in job and "permissions" in job for job in about["jobs"].values())
 
 
-def test_the_image_workflow_offers_every_stack() -> None:
+def test_what_is_signed_is_named_and_by_a_version_where_a_tag_says_it(tmp_path: Path) -> None:
+    """With a program in place of python3 that writes down how it was called."""
+    program, calls = tmp_path / "bin" / "python3", tmp_path / "calls"
+    program.parent.mkdir()
+    given = {"STACK": "small", "REGISTRY": "localhost:5000/ours", "PATH": f"{program.parent}:/usr/bin:/bin"}
+    given |= {"GITHUB_REF_NAME": "v0.1.0", "GITHUB_STEP_SUMMARY": str(tmp_path / "told")}
+    where = "--stack small --registry localhost:5000/ours"
+    sign, tag = (f"python3 scripts/publish.py {what} {where}" for what in ("sign", "tag"))
+    for kind, code, called in (
+        ("branch", 0, [sign, f"{tag} --version "]),
+        ("tag", 0, [sign, f"{tag} --version v0.1.0"]),
+        ("branch", 2, [sign]),
+    ):
+        program.write_text(f'#!/bin/bash\necho "python3 $*" >> "{calls}"\nexit {code}\n')
+        program.chmod(0o755)
+        words = ["bash", "-e", "-c", SCRIPTS["image/publish/Sign, attest, name by day and version"]]
+        done = subprocess.run(words, cwd=tmp_path, env={**given, "GITHUB_REF_TYPE": kind}, check=False)
+        assert (done.returncode, calls.read_text().splitlines()) == (code, called)
+        calls.unlink()
+
+
+def test_the_image_workflow_offers_every_stack_and_publishes_what_was_built_first() -> None:
     about = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())
     offered = about[True]["workflow_dispatch"]["inputs"]["stack"]["options"]  # YAML 1.1: `on` is true
     assert set(offered) == {path.parent.name for path in (ROOT / "stacks").glob("*/stack.toml")}
-
-
-def stand_ins(folder: Path, **scripts: str) -> dict[str, str]:
-    """Programs that write down how they were called; returns an environment that has them first on PATH."""
-    for name, text in scripts.items():
-        program = folder / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f'#!/bin/bash\necho "{name} $*" >> "{folder}/calls"\n{text}\n')
-        program.chmod(0o755)
-    return {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "STACK": "small", "REGISTRY": "localhost:5000/ours"}
-
-
-def run_step(name: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    words = ["bash", "-e", "-c", SCRIPTS[name]]  # as the platform does
-    return subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-
-
-def test_what_is_signed_is_named_and_by_a_version_where_a_tag_says_it(tmp_path: Path) -> None:
-    step, told = "image/publish/Sign, attest, name by day and version", str(tmp_path / "told")
-    given = {"GITHUB_REF_NAME": "v0.1.0", "GITHUB_STEP_SUMMARY": told}
-    for kind, version in (("branch", ""), ("tag", "v0.1.0")):
-        environment = stand_ins(tmp_path, python3="") | given
-        done = run_step(step, tmp_path, **environment, GITHUB_REF_TYPE=kind)
-        assert done.returncode == 0, done.stderr
-        where = "--stack small --registry localhost:5000/ours"
-        assert (tmp_path / "calls").read_text().splitlines() == [
-            f"python3 scripts/publish.py sign {where}",
-            f"python3 scripts/publish.py tag {where} --version {version}",
-        ]
-        (tmp_path / "calls").unlink()
-    environment = stand_ins(tmp_path, python3="exit 2") | given
-    assert run_step(step, tmp_path, **environment, GITHUB_REF_TYPE="branch").returncode == 2
-    assert "publish.py tag" not in (tmp_path / "calls").read_text()
-
-
-def test_publishing_needs_the_first_build() -> None:
-    jobs = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())["jobs"]
+    jobs = about["jobs"]
     assert list(jobs) == ["first-build", "publish"] and jobs["publish"]["needs"] == "first-build"
     names = [step.get("name") for step in jobs["first-build"]["steps"]]
     assert names.index("Build twice, compare, test") < names.index("Push what was tested")

@@ -5,9 +5,8 @@ import shlex
 
 import pytest
 
-from tests.docs.test_readme import ROOT, _check
+from tests.docs.test_readme import PARSER, ROOT, _check
 from trainer import PUBLIC
-from trainer.cli import make_parser
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, provisional, recipe_names
 from trainer.config.section import describe
@@ -34,7 +33,7 @@ def test_it_can_be_typed(span: str) -> None:
         assert method[1] in {*GIVEN, *OPTIONAL_METHODS, *HOOK_METHODS}
     elif span.startswith("trainer "):
         words = shlex.split(span.partition(" > ")[0])
-        options = make_parser().parse_args(words[1:])
+        options = PARSER.parse_args(words[1:])
         if getattr(options, "recipe", None) in recipe_names() and words[1] == "train":
             _check(load_recipe(options.recipe, options.set or []), options.nproc_per_node or 1)
     else:

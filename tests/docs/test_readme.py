@@ -82,11 +82,9 @@ def commands() -> Iterator[tuple[Path, str]]:
 
 
 COMMANDS = sorted(set(commands()))
-TARGETS = set(
-    re.findall(
-        r"^([a-z-]+):", (ROOT / "Makefile").read_text() + (ROOT / "scripts/maintain.mk").read_text(), re.M
-    )
-)
+PARSER, CHECKED = make_parser(), set[tuple[str, int]]()
+MAKEFILES = (ROOT / "Makefile").read_text() + (ROOT / "scripts/maintain.mk").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILES, re.M))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_a_command_can_be_typed(page: Path, command: str) -> None:
     if words[0] == "python":
         make_bench_parser(words[3:]).parse_args(words[3:])
         return
-    options = make_parser().parse_args(words[1:])
+    options = PARSER.parse_args(words[1:])
     settings = [value for value in getattr(options, "set", None) or [] if not value.startswith("KEY")]
     if getattr(options, "recipe", None) in recipe_names():
         recipe = load_recipe(options.recipe, settings)
@@ -111,6 +109,9 @@ def test_a_command_can_be_typed(page: Path, command: str) -> None:
 
 def _check(recipe: Recipe, ranks: int) -> None:
     """What is looked at before ranks start, without what lies elsewhere: only that may be missing."""
+    if (one := (recipe.model_dump_json(), ranks)) in CHECKED:
+        return
+    CHECKED.add(one)
     kept: dict[str, object] = {"model": recipe.model.model_copy(update={"pretrained": None, "reinit": ()})}
     kept |= {"hooks": HooksConfig(), "log": LogConfig()}
     try:
@@ -148,9 +149,8 @@ def test_the_weights_are_loaded_as_the_document_says(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(snippet, names)
-    state = names["model"].state_dict()
-    assert state.keys() == names["weights"].keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in names["weights"].items())
+    state, weights = names["model"].state_dict(), names["weights"]
+    assert state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in state)
 
 
 def test_the_document_names_the_files_that_are_in_the_code_and_no_others(digits_run: Path) -> None:
@@ -168,35 +168,25 @@ def test_the_document_names_the_files_that_are_in_the_code_and_no_others(digits_
 def test_every_key_of_a_row_in_the_document_is_in_the_code() -> None:
     """As a text of its own, or as the family before a slash."""
     rows = RUN_FOLDER.partition("\n| key |")[2].partition("\n\n")[0].splitlines()[2:]
-    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
-    texts = {
-        text
-        for file in (ROOT / "trainer").rglob("*.py")
-        for text in re.findall(r"[\"']([a-z_0-9]+/?)[^\"'\n]*[\"']", file.read_text())
-    }
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
+    code = "".join(file.read_text() for file in (ROOT / "trainer").rglob("*.py"))
+    texts = set(re.findall(r"[\"']([a-z_0-9]+/?)[^\"'\n]*[\"']", code))
     assert len(names) > 30
-    lost = [
-        name
-        for name in names
-        if {(one := re.sub(r"/(\*|…|NAME/…)$", "/", name)), one.rstrip("/")}.isdisjoint(texts)
-    ]
-    assert not lost
+    families = {name: re.sub(r"/(\*|…|NAME/…)$", "/", name) for name in names}
+    assert not [name for name, one in families.items() if texts.isdisjoint((one, one.rstrip("/")))]
 
 
 def test_every_key_of_a_row_is_in_the_document(digits_run: Path) -> None:
-    table = [line.split(" | ") for line in RUN_FOLDER.splitlines() if line.startswith("| `")]
-    told = {
-        (name, kind)
-        for cells in table
-        for name in re.findall(r"`([^`]+)`", cells[0])
-        for kind in cells[1].split(", ")
-    }
+    told = set[tuple[str, str]]()
+    for line in RUN_FOLDER.splitlines():
+        if line.startswith("| `"):
+            names, kinds, *_ = line.split(" | ")
+            told |= {(name, kind) for name in re.findall(r"`([^`]+)`", names) for kind in kinds.split(", ")}
     rows = read_rows(digits_run, ())
     assert {"train", "eval", "end"} <= {row["kind"] for row in rows}
-    records = RUN_FOLDER.partition("\n## Metrics records")[2].splitlines()
-    files = {line.split("`")[1] for line in records if re.match(r"\| `\w+\.jsonl` ", line)}
-    assert files == set(FILES.values())
+    records = RUN_FOLDER.partition("\n## Metrics records")[2]
+    assert set(re.findall(r"(?m)^\| `(\w+\.jsonl)` ", records)) == set(FILES.values())
     for row in rows:
         for key in row:
-            names = (key, f"{key.partition('/')[0]}/*")
-            assert any((name, kind) in told for name in names for kind in ("all", row["kind"])), (key, row)
+            names_of = (key, f"{key.partition('/')[0]}/*")
+            assert told & {(name, kind) for name in names_of for kind in ("all", row["kind"])}, (key, row)

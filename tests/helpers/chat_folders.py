@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (templates in their own lines)
 """Folders with a small tokenizer and the chat template of a family of models, in its public form."""
 
 import json
@@ -9,85 +8,17 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
-    "+ '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-TEMPLATES = {
-    "smollm2": (
-        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-        "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>\n' }}{% endif %}"
-        "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "llama3": (
-        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
-        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + "
-        "'<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-        "{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    ),
-    "qwen3": (
-        "{%- if tools %}\n    {{- '<|im_start|>system\\n# Tools\\n' }}\n    {%- for tool in tools %}\n"
-        '        {{- "\\n" }}\n        {{- tool | tojson }}\n    {%- endfor %}\n'
-        "    {{- '<|im_end|>\\n' }}\n{%- endif %}\n"
-        "{%- set ns = namespace(last=0) %}\n{%- for message in messages %}\n"
-        "    {%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}\n{%- endfor %}\n"
-        "{%- for message in messages %}\n    {%- set content = message.content %}\n"
-        "    {%- if message.role == 'assistant' %}\n        {%- set thought = '' %}\n"
-        "        {%- if '</think>' in content %}\n"
-        "            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1]"
-        ".lstrip('\\n') %}\n"
-        "            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}\n        {%- endif %}\n"
-        "        {%- if loop.index0 > ns.last and (loop.last or thought) %}\n"
-        "            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n'"
-        " + content.lstrip('\\n') }}\n        {%- else %}\n"
-        "            {{- '<|im_start|>' + message.role + '\\n' + content }}\n        {%- endif %}\n"
-        "        {%- for call in message.tool_calls or [] %}\n"
-        "            {{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}\n"
-        "        {%- endfor %}\n"
-        "        {{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}\n"
-        "        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}\n"
-        "    {%- else %}\n        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}\n"
-        "    {%- endif %}\n{%- endfor %}\n"
-        "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
-    ),
-    "mistral": (
-        "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) "
-        "%}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-        "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-        "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token}}"
-        "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
-    ),
-    "gemma": (
-        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-        "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-        "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] "
-        "%}{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
-    ),
-    "zephyr": (
-        "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
-        "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
-        "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
-        "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
-        "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
-    ),
-    "phi3": (
-        "{% for message in messages %}{% if message['role'] == 'system' %}"
-        "{{'<|system|>\n' + message['content'] + '<|end|>\n'}}{% elif message['role'] == 'user' %}"
-        "{{'<|user|>\n' + message['content'] + '<|end|>\n'}}{% elif message['role'] == 'assistant' %}"
-        "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-    ),
-    "marked": (
-        "{% for message in messages %}{% if message.role == 'assistant' %}<|im_start|>assistant\n"
-        "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n{{ '' }}{% else %}"
-        "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-}
+_FAMILIES = ("smollm2", "llama3", "qwen3", "mistral", "gemma", "zephyr", "phi3", "marked")
+
+
+def _template(name: str) -> str:
+    """A template as its model has it; but for Qwen 3's, none ends in a new line."""
+    text = (Path(__file__).with_name("chat_templates") / f"{name}.jinja").read_text()
+    return text if name == "qwen3" else text.removesuffix("\n")
+
+
+CHATML = _template("chatml")
+TEMPLATES = {name: _template(name) for name in _FAMILIES}
 _SPECIAL = {
     "llama3": ("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
     "mistral": ("<s>", "</s>", []),

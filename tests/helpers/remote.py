@@ -30,7 +30,8 @@ class Faulty:
         asked: How often each path was asked for.
         wire: The addresses as they came, with their quotes.
         faults: For the last part of a path, what happens to one request after another; then all is well.
-            "503 9" is that status with `Retry-After: 9`, "lead away X" a redirect to `gone?X`.
+            "503 9" is that status with `Retry-After: 9`, "lead X" a redirect to `gone?X`, "code X" a
+            refusal as S3 words it.
         going: What "hang" and "half" wait for.
     """
 
@@ -47,16 +48,17 @@ class Faulty:
             self.asked[path] += 1
             self.wire.append(environ["REQUEST_URI"])
             fault = next(self.faults.get(path.rpartition("/")[2], iter(())), "")
-        status, _, after = fault.partition(" ")
-        if status.isdigit():
+        fault, _, after = fault.partition(" ")
+        if fault.isdigit():
             more = [("Retry-After", after)] if after else []
-            start(f"{status} told so", [("Content-Type", "text/plain"), *more])
+            start(f"{fault} told so", [("Content-Type", "text/plain"), *more])
             return [b"no"]
-        if fault == "expired":
+        if fault == "code":
             start("400 Bad Request", [("Content-Type", "text/xml")])
-            return [b"<Error><Code>ExpiredToken</Code></Error>"]
-        if fault.startswith("lead away"):
-            start("302 Found", [("Location", f"{environ['SCRIPT_NAME']}/gone?{after.partition(' ')[2]}")])
+            return [f"<Error><Code>{after}</Code></Error>".encode()]
+        if fault in ("lead", "away"):
+            there = f"{environ['SCRIPT_NAME']}/gone?{after}" if fault == "lead" else "file:///etc/passwd"
+            start("302 Found", [("Location", there)])
             return []
         if fault == "hang":
             self.going.wait(300)
@@ -64,6 +66,11 @@ class Faulty:
         body = b"".join(self._app(environ, lambda status, headers, *_: given.extend((status, headers))))
         if fault == "cut":  # without a length, as by HTTP/1.0, the end of the connection is the end
             given[1], body = [], body[: len(body) // 2]
+        if fault == "checksum":
+            given[1].append(("x-amz-checksum-crc32", "AAAAAA=="))
+        if fault == "more":  # of all of it, whatever was asked for
+            body = 3 * body
+            given[:] = "200 OK", [("Content-Length", str(len(body)))]
         start(*given)
         if fault == "truncate":
             body = body[: len(body) // 2]  # the length that is announced stays

@@ -21,13 +21,7 @@ def machine(tmp_path: Path) -> Machine:
         (root / "trainer" / room).mkdir(parents=True)
         shutil.copy(ROOT / "trainer" / room / "__init__.py", root / "trainer" / room)
     doctor = ("host/stacks.py", "host/stacks.json")
-    for name in (
-        "errors.py",
-        "version.py",
-        "config/suggest.py",
-        "host/environment.py",
-        *doctor,
-    ):
+    for name in ("errors.py", "version.py", "config/suggest.py", "host/environment.py", *doctor):
         shutil.copy(ROOT / "trainer" / name, root / "trainer" / name)
     shutil.copy(ROOT / "scripts/maintain.mk", root / "scripts")
     for name in ("bootstrap.py", "image.py"):

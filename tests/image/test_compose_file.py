@@ -19,22 +19,11 @@ def _compose(*words: str, **env: str) -> Any:
         or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode
     ):
         pytest.skip("no docker compose here")
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key
-        not in ("STACK", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "JUPYTER_TOKEN", "CUDA_VISIBLE_DEVICES")
-    }
-    done = subprocess.run(
-        [docker, "compose", *words, "config"],
-        cwd=ROOT,
-        env={**kept, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    ours = ("STACK", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "JUPYTER_TOKEN", "CUDA_VISIBLE_DEVICES")
+    given = {**{key: value for key, value in os.environ.items() if key not in ours}, **env}
+    command = [docker, "compose", *words, "config"]
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     return yaml.safe_load(done.stdout)["services"]
 
 
@@ -42,23 +31,22 @@ ALL = ("--profile", "train", "--profile", "ssh")
 
 
 def test_the_compose_file() -> None:
-    assert set(_compose()) == {"jupyter", "tensorboard"}
+    started = _compose()
+    assert set(started) == {"jupyter", "tensorboard"}
+    # Compose builds them at once, and of one name the second ends with "already exists".
+    assert len({one["image"] for one in started.values()}) == 2
     services = _compose(*ALL)
     assert set(services) == {"jupyter", "tensorboard", "train", "ssh"}
     for name, service in services.items():
         stack = "trainer:torch2.9-cu128-" + ("train" if name in ("train", "tensorboard") else "dev")
-        assert service["image"] == stack
-        assert service["build"]["target"] == stack.rpartition("-")[2]
-        assert service["cap_drop"] == ["ALL"]
+        assert (service["image"], service["build"]["target"]) == (stack, stack.rpartition("-")[2])
+        assert (service["cap_drop"], service["stop_grace_period"]) == (["ALL"], "40s")
         assert service["security_opt"] == ["no-new-privileges:true"]
-        assert service["stop_grace_period"] == "40s"
         assert {port["host_ip"] for port in service.get("ports", [])} <= {"127.0.0.1"}
         assert ("healthcheck" in service) == (name != "train")
         mounts = {mount["target"]: mount["source"] for mount in service["volumes"]}
-        assert mounts["/workspace"] == str(ROOT)
-        assert mounts["/cache"] == "cache"
-        assert "init" not in service  # the image has its own
-        assert "deploy" not in service
+        assert (mounts["/workspace"], mounts["/cache"]) == (str(ROOT), "cache")
+        assert not {"init", "deploy"} & service.keys()  # the image has its own init
     # Passed on only where the caller sets it: an empty one would be refused.
     assert services["jupyter"]["environment"]["JUPYTER_TOKEN"] is None
 
@@ -75,12 +63,6 @@ def test_the_compose_files_variables() -> None:
     assert {name for name, image in images.items() if image == "there/train:1"} == {"train"}
     assert set(images.values()) == {"there/dev:1", "there/train:1"}
     assert _compose(STACK="")["jupyter"]["image"] == "trainer:torch2.9-cu128-dev"
-
-
-def test_no_two_services_that_start_together_build_one_image() -> None:
-    """Compose builds them at once, and of one name the second ends with "already exists"."""
-    images = [one["image"] for one in _compose().values()]
-    assert len(set(images)) == len(images)
 
 
 def test_the_gpu_file() -> None:

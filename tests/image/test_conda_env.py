@@ -97,14 +97,12 @@ def channel(tmp_path: Path) -> Iterator[Channel]:
 
 @pytest.fixture(scope="module", autouse=True)
 def conda(tmp_path_factory: pytest.TempPathFactory) -> str:
-    program = REAL
-    if not program:
-        stand_in = tmp_path_factory.mktemp("bin") / "conda"
-        source = ROOT / "tests" / "container" / "stand_in_conda.py"
-        stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{source}" "$@"\n')
-        stand_in.chmod(0o755)
-        program = str(stand_in)
-    return program
+    if REAL:
+        return REAL
+    stand_in, source = tmp_path_factory.mktemp("bin") / "conda", ROOT / "tests/container/stand_in_conda.py"
+    stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{source}" "$@"\n')
+    stand_in.chmod(0o755)
+    return str(stand_in)
 
 
 @dataclass
@@ -128,26 +126,18 @@ Make = Callable[..., Made]
 
 @pytest.fixture
 def make(channel: Channel, conda: str, tmp_path: Path) -> Make:
-    def make(*words: object, lines: list[str] | None = None, mirror: str | None = None, **more: str) -> Made:
+    def make(*words: object, lines: list[str] | None = None, mirror: str | None = None) -> Made:
         lock, prefix = tmp_path / "conda.lock", tmp_path / "opt" / "env"
-        lock.write_text(
-            "\n".join(["# a test", "@EXPLICIT", *(channel.lines if lines is None else lines), ""])
-        )
+        held = channel.lines if lines is None else lines
+        lock.write_text("".join(f"{line}\n" for line in ["# a test", "@EXPLICIT", *held]))
         given = [lock, prefix, "--conda", conda, "--backoff", 0.01]
         given += ["--mirror", channel.url if mirror is None else mirror]
         # Whatever asks for another host asks the channel's server, as a proxy: counted.
         env = {**os.environ, **dict.fromkeys(PROXIES, channel.url)}
-        env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", **more}
-        command = [sys.executable, SCRIPT, *given, *words]
-        done = subprocess.run(
-            [str(word) for word in command],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+        command = [str(word) for word in (sys.executable, SCRIPT, *given, *words)]
+        out, err = subprocess.PIPE, subprocess.STDOUT
+        done = subprocess.run(command, env=env, stdout=out, stderr=err, text=True, check=False)
         assert [*prefix.parent.glob("[!e]*"), *prefix.parent.glob(".*")] == [], "working files were left"
         return Made(done.returncode, done.stdout, prefix)
 
@@ -179,55 +169,37 @@ def tree(prefix: Path) -> dict[str, tuple[int, bytes | str]]:
 
 
 def test_the_right_hashes_give_the_environment_and_nothing_else_is_asked_for(
-    packages: Channel, make: Make
+    packages: Channel, make: Make, tmp_path: Path
 ) -> None:
+    """The same bytes each time; records name every file and the true source."""
+    python(packages)
     made = make()
     assert made.code == 0, made.out
-    wanted = [line.partition("#")[0].removeprefix(HOST) for line in packages.lines]
-    assert packages.asked == Counter(wanted)
-    said = subprocess.run([made.prefix / "bin" / "where"], capture_output=True, text=True, check=True).stdout
-    assert said == f"{made.prefix}/share\n"
-    binary = (made.prefix / "lib" / "binary").read_bytes()
-    assert binary.startswith(b"\x7fELF" + f"{made.prefix}/lib".encode() + b"\0")
+    prefix, begun = made.prefix, int(time.time())
+    assert packages.asked == Counter(line.partition("#")[0].removeprefix(HOST) for line in packages.lines)
+    assert subprocess.check_output([prefix / "bin" / "where"], text=True) == f"{prefix}/share\n"
+    binary = (prefix / "lib" / "binary").read_bytes()
+    assert binary.startswith(b"\x7fELF" + f"{prefix}/lib".encode() + b"\0")
     assert len(binary) == len(b"\x7fELF" + f"{PLACEHOLDER}/lib".encode() + b"\0tail")
-    assert (made.prefix / "lib" / "libplain.so").readlink() == Path("libplain.so.1")
-
-
-def test_records_name_every_file_and_the_true_source(packages: Channel, make: Make) -> None:
-    python(packages)
-    prefix = make().prefix
+    assert (prefix / "lib" / "libplain.so").readlink() == Path("libplain.so.1")
     listed = {"conda-meta/history"}
     for line in packages.lines:
         url, _, sha256 = line.partition("#")
-        record = json.loads(
-            (prefix / "conda-meta" / f"{Path(url).stem.removesuffix('.tar')}.json").read_text()
-        )
+        name = f"conda-meta/{Path(url).stem.removesuffix('.tar')}.json"
+        record = json.loads((prefix / name).read_text())
         assert (record["url"], record["sha256"]) == (url, sha256)
-        assert record["channel"] == f"{HOST}/conda-forge"
-        listed |= {f"conda-meta/{Path(url).stem.removesuffix('.tar')}.json", *record["files"]}
-        for path in record["paths_data"]["paths"]:
-            expected = path.get("sha256_in_prefix") or path["sha256"]
-            assert digest(prefix / path["_path"]) == expected, path["_path"]
-        assert [path["_path"] for path in record["paths_data"]["paths"]] == record["files"]
-        assert "file:" not in json.dumps(record)
-    found = {path for path in tree(prefix) if not (prefix / path).is_dir()}
-    assert found == listed
-    assert (prefix / "conda-meta" / "history").read_text() == ""
-
-
-def test_two_creations_give_the_same_bytes(packages: Channel, make: Make) -> None:
-    python(packages)
-    first = make()
-    assert first.code == 0, first.out
-    before = tree(first.prefix)
-    shutil.rmtree(first.prefix)
-    before_that = int(time.time())
-    until(lambda: int(time.time()) > before_that, "the next second")  # bytecode holds whole ones
-    assert (
-        tree(make("--cache", first.prefix.parent.parent / "cache", mirror=str(packages.folder)).prefix)
-        == before
-    )
-    assert str(first.prefix.parent / ".conda") not in str(before)
+        assert record["channel"] == f"{HOST}/conda-forge" and "file:" not in json.dumps(record)
+        paths = {one["_path"]: one for one in record["paths_data"]["paths"]}
+        listed |= {name, *paths}
+        assert [*paths] == record["files"]
+        for path, one in paths.items():
+            assert digest(prefix / path) == (one.get("sha256_in_prefix") or one["sha256"]), path
+    before = tree(prefix)
+    assert {path for path in before if not (prefix / path).is_dir()} == listed
+    assert before["conda-meta/history"][1] == b"" and str(prefix.parent / ".conda") not in str(before)
+    shutil.rmtree(prefix)
+    until(lambda: int(time.time()) > begun, "the next second")  # bytecode holds whole ones
+    assert tree(make("--cache", tmp_path / "cache", mirror=str(packages.folder)).prefix) == before
 
 
 def python(channel: Channel) -> None:
@@ -244,9 +216,7 @@ def test_a_wrong_hash_is_refused(packages: Channel, make: Make) -> None:
     wrong = [packages.lines[0], packages.lines[1][:-4] + "0000"]
     for mirror in (packages.url, packages.folder.as_uri()):
         made = make(lines=wrong, mirror=mirror)
-        assert made.code == 1
-        assert "plain-1.0-h1_0.tar.bz2" in made.error
-    assert make(mirror=packages.folder.as_uri()).code == 0  # the mirror works
+        assert made.code == 1 and "plain-1.0-h1_0.tar.bz2" in made.error
 
 
 def test_failures_that_pass_and_that_stay(packages: Channel, make: Make, tmp_path: Path) -> None:
@@ -263,16 +233,15 @@ def test_failures_that_pass_and_that_stay(packages: Channel, make: Make, tmp_pat
 def test_what_is_in_the_cache_is_not_asked_for_unless_corrupt(
     packages: Channel, make: Make, tmp_path: Path
 ) -> None:
-    keep = ("--cache", tmp_path / "cache")
-    bad = tmp_path / "cache/conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"
-    assert make(*keep).code == 0
-    for asked in ([], [f"/{bad.relative_to(tmp_path / 'cache')}"]):
+    name = "/conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"
+    bad = tmp_path / f"cache{name}"
+    assert make("--cache", tmp_path / "cache").code == 0
+    bad.write_bytes(bad.read_bytes()[:-1] + b"!")
+    for asked in ([name], []):
         shutil.rmtree(tmp_path / "opt")
         packages.asked.clear()
-        made = make(*keep)
-        assert made.code == 0, made.out
+        assert make("--cache", tmp_path / "cache").code == 0
         assert packages.asked == Counter(asked)
-        bad.write_bytes(bad.read_bytes()[:-1] + b"!")
 
 
 def test_an_md5_needs_a_permission(packages: Channel, make: Make) -> None:
@@ -280,13 +249,11 @@ def test_an_md5_needs_a_permission(packages: Channel, make: Make) -> None:
     md5 = digest(packages.folder / url.removeprefix(f"{HOST}/"), "md5")
     lines = [f"{url}#{md5}", packages.lines[1]]
     made = make(lines=lines)
-    assert made.code == 2
-    assert "where has only an md5" in made.error
+    assert made.code == 2 and "where has only an md5" in made.error
     assert make("--allow-md5", "where", lines=lines).code == 0
     shutil.rmtree(made.prefix.parent)
     made = make("--allow-md5", "where", lines=[f"{url}#{md5[::-1]}"])
-    assert made.code == 1
-    assert "its md5 differs" in made.error
+    assert made.code == 1 and "md5 differs" in made.error
 
 
 FORGE = f"{HOST}/conda-forge/linux-64"
@@ -316,5 +283,4 @@ def test_a_conda_that_fails(make: Make, tmp_path: Path) -> None:
     broken.write_text('#!/bin/sh\nmkdir -p "$4/bin" && echo half >"$4/bin/half"\nexit 7\n')
     broken.chmod(0o755)
     made = make("--conda", broken)
-    assert made.code == 1
-    assert "exit code 7" in made.error
+    assert made.code == 1 and "exit code 7" in made.error

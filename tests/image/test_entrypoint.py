@@ -18,30 +18,36 @@ ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def run(words: Sequence[str | Path], **env: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": "/usr/bin:/bin", **env}
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture
 def entrypoint(tmp_path: Path) -> Start:
     tools = tmp_path / "tools"
     tools.mkdir()
-    programs = {
-        "id": "echo 1000",
-        "jupyter-lab": 'echo jupyter-lab "$@"',
-        "tensorboard": 'echo tensorboard "$@"',
-        "python": 'echo python "$@"',
-    }
-    for name, text in {**programs, "jupyter": 'echo jupyter "$@"'}.items():
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+    for name in ("id", "jupyter-lab", "tensorboard", "python", "jupyter"):
+        said = "1000" if name == "id" else f'{name} "$@"'
+        (tools / name).write_text(f"#!/bin/sh\necho {said}\n")
         (tools / name).chmod(0o755)
 
     def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [ROOT / "scripts/entrypoint", *words],
-            env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), **env},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        paths = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        return run([ROOT / "scripts/entrypoint", *words], **paths, **env)
 
     return start
+
+
+def copied(folder: Path, *changes: tuple[str, str]) -> Path:
+    """An entrypoint that isn't root's, and finds what it reads elsewhere."""
+    text = (ROOT / "scripts/entrypoint").read_text()
+    for old, new in (('"$(id -u)" = 0', "1 = 0"), *changes):
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "entrypoint").write_text(text)
+    (folder / "entrypoint").chmod(0o755)
+    return folder / "entrypoint"
 
 
 LAB = "jupyter-lab --no-browser --ip=0.0.0.0 --port=8888 "
@@ -68,23 +74,13 @@ def test_what_is_started(entrypoint: Start, words: list[str], start: str, inside
     assert ("--ServerApp.root_dir=" in said) == (start == LAB and "--notebook-dir" not in said)
 
 
-def test_an_exit_code_is_passed_on(entrypoint: Start) -> None:
-    assert entrypoint("sh", "-c", "exit 75").returncode == 75
-
-
 @pytest.mark.parametrize(
     ("words", "env"),
-    [
-        (["jupyter"], {"JUPYTER_TOKEN": ""}),
-        (["jupyter", "--IdentityProvider.token", ""], {}),
-        (["jupyter", "lab", "--ServerApp.token="], {}),
-    ],
+    [("", {"JUPYTER_TOKEN": ""}), ("--IdentityProvider.token=", {}), ("lab --ServerApp.token=", {})],
 )
-def test_jupyterlab_never_starts_without_a_token(
-    entrypoint: Start, words: Sequence[str], env: dict[str, str]
-) -> None:
-    done = entrypoint(*words, **env)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_jupyterlab_never_starts_without_a_token(entrypoint: Start, words: str, env: dict[str, str]) -> None:
+    done = entrypoint("jupyter", *words.split(), **env)
+    assert done.stdout == ""
     refusal(done.returncode, done.stderr, "JUPYTER_TOKEN")
 
 
@@ -114,7 +110,7 @@ def test_a_hub_gets_its_single_user_server(entrypoint: Start, tmp_path: Path) ->
 
 def test_hooks_run_in_order_and_one_that_fails_stops_nothing(tmp_path: Path) -> None:
     """As in docker-stacks: what is sourced may set variables; what isn't a program is passed over."""
-    folder, program = tmp_path / "before-notebook.d", tmp_path / "entrypoint"
+    folder = tmp_path / "before-notebook.d"
     folder.mkdir()
     hooks = {
         "10-fails.sh": "false",
@@ -127,12 +123,8 @@ def test_hooks_run_in_order_and_one_that_fails_stops_nothing(tmp_path: Path) -> 
     for name, text in hooks.items():
         (folder / name).write_text(f"{text}\n")
     (folder / "40-program").chmod(0o755)
-    text = (ROOT / "scripts/entrypoint").read_text().replace("/usr/local/bin/", f"{tmp_path}/")
-    program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
-    program.chmod(0o755)
-    words = [str(program), "sh", "-c", "echo set: $SET; exit 75"]
-    env = {"PATH": "/usr/bin:/bin"}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    program = copied(tmp_path, ("/usr/local/bin/", f"{tmp_path}/"))
+    done = run([program, "sh", "-c", "echo set: $SET; exit 75"])
     assert (done.returncode, done.stdout) == (75, "\nset: by-a-hook\n")
     told = [line for line in done.stderr.splitlines() if line.startswith("entrypoint: ")]
     assert [name[:2] for line in told for name in hooks if name in line] == ["10", "30", "40"]
@@ -141,17 +133,11 @@ def test_hooks_run_in_order_and_one_that_fails_stops_nothing(tmp_path: Path) -> 
 def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
     """The host's driver shows in a container that was given none of its GPUs."""
     driver, control = tmp_path / "version", tmp_path / "nvidiactl"
-    text = (ROOT / "scripts/entrypoint").read_text()
-    text = text.replace("/proc/driver/nvidia/version", str(driver)).replace("/dev/nvidiactl", str(control))
-    program = tmp_path / "entrypoint"
-    program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
-    program.chmod(0o755)
+    changes = ("/proc/driver/nvidia/version", str(driver)), ("/dev/nvidiactl", str(control))
+    program = copied(tmp_path, *changes)
 
     def said(**env: str) -> str:
-        path = {"PATH": "/usr/bin:/bin", "NVIDIA_VISIBLE_DEVICES": "all"}
-        return subprocess.run(
-            [program, "true"], env={**path, **env}, capture_output=True, text=True, check=True
-        ).stderr
+        return run([program, "true"], NVIDIA_VISIBLE_DEVICES="all", **env).stderr
 
     assert said() == ""
     driver.touch()
@@ -168,17 +154,11 @@ def test_a_login_shell_has_the_images_variables(tmp_path: Path) -> None:
     lines.write_text(environment({**variables, "SECRET": "x", "STACK": "x", "XDG_CACHE_HOME": "/it's `x`"}))
     text = (ROOT / "scripts/profile.sh").read_text().replace("/opt/image/environment", str(lines))
     (tmp_path / "profile").write_text(text)
-    command = ["sh", "-c", f". {tmp_path}/profile && /usr/bin/env"]
-    own = {"PATH": "/usr/bin:/bin", "LANG": "de_DE", "HOME": str(tmp_path), "PYTHONNOUSERSITE": ""}
-    said = dict(
-        line.split("=", 1) for line in subprocess.check_output(command, env=own, text=True).splitlines()
-    )
+    own = {"LANG": "de_DE", "HOME": str(tmp_path), "PYTHONNOUSERSITE": ""}
+    said = run(["sh", "-c", f". {tmp_path}/profile && /usr/bin/env"], **own).stdout
+    found = dict(line.split("=", 1) for line in said.splitlines())
     wanted = {**own, "PATH": variables["PATH"], "XDG_CACHE_HOME": "/it's `x`"}
-    assert {name: said.get(name) for name in (*wanted, "SECRET", "STACK")} == {
-        **wanted,
-        "SECRET": None,
-        "STACK": None,
-    }
+    assert wanted.items() <= found.items() and not {"SECRET", "STACK"} & found.keys()
 
 
 @pytest.mark.parametrize(("capabilities", "owner", "wanted"), [(0xE0, 1234, 1234), (0xA80425FB, 1234, 0)])

@@ -30,7 +30,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     asked: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as one:
         one.asked = asked  # type: ignore[attr-defined]
-        threading.Thread(target=one.serve_forever, daemon=True).start()
+        threading.Thread(target=one.serve_forever, args=(0.01,), daemon=True).start()
         yield one
         one.shutdown()
 

@@ -26,28 +26,21 @@ def test_a_wheel_replaces_what_conda_brought_and_nothing_else_is_fetched_anew(tm
     record(tmp_path, "pip", "lib/python3.12/site-packages/pip/__init__.py")
     # The library of the same name as a wheel, without its Python part, is still conda's.
     record(tmp_path, "zstandard", "lib/libzstd.so")
-    found = replaced_records(tmp_path, {"setuptools", "zstandard"})
-    assert found == {replaced: "setuptools"}
-    lock, uv, prefix = tmp_path / "wheels.lock", tmp_path / "uv", tmp_path / "bin"
+    assert replaced_records(tmp_path, {"setuptools", "zstandard"}) == {replaced: "setuptools"}
+    lock, uv, python = tmp_path / "wheels.lock", tmp_path / "uv", tmp_path / "bin" / "python"
     lock.write_text("# groups: train\nsetuptools==2.0 \\\n    --hash=sha256:11\n")
-    uv.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
-    uv.chmod(0o755)
-    prefix.mkdir()
+    python.parent.mkdir()
     site = f"{tmp_path}/lib/python3.12/site-packages"
-    (prefix / "python").write_text(f'#!/bin/sh\ncase "$*" in *sysconfig*) echo {site} /none ;; esac\n')
-    (prefix / "python").chmod(0o755)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *sysconfig*) echo {site} /none ;; esac\n')
+    uv.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
+    for program in (uv, python):
+        program.chmod(0o755)
     command = [sys.executable, install_wheels.__file__, str(lock), str(tmp_path), "train", "--uv", str(uv)]
     subprocess.run(command, check=True)
     assert not replaced.exists()
     words = (tmp_path / "words").read_text().split()
-    assert [word for word in words if "install-" in word or "refresh" in word] == [
-        "--reinstall-package=setuptools"
-    ]
-    assert "--reinstall" not in words
-
-
-def compiled(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.pyc"))}
+    again = [word for word in words if "install-" in word or "refresh" in word]
+    assert again == ["--reinstall-package=setuptools"] and "--reinstall" not in words
 
 
 def test_bytecode_is_the_same_each_time_and_never_checked(
@@ -55,27 +48,19 @@ def test_bytecode_is_the_same_each_time_and_never_checked(
 ) -> None:
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)  # an image's lies beside the sources
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    trees = []
-    site = tmp_path / "site"  # bytecode names its source's path: the same both times
+    trees, site = [], tmp_path / "site"  # bytecode names its source's path: the same both times
     for _ in range(2):
         shutil.rmtree(site, ignore_errors=True)
-        for package in ("torch", "other"):
-            shutil.copytree(
-                Path(json.__file__).parent, site / package, ignore=shutil.ignore_patterns("*.pyc")
-            )
+        shutil.copytree(Path(json.__file__).parent, site / "torch", ignore=shutil.ignore_patterns("*.pyc"))
         (site / "module.py").write_text("names = {'a', 'b', 'c'}\nprint(0)\n")
         assert not any(has_bytecode(path) for path in site.iterdir())
         compile_all(Path(sys.executable), sorted(site.iterdir()))
         assert all(has_bytecode(path) for path in site.iterdir() if path.name != "__pycache__")
-        trees.append(compiled(site))
+        trees.append({str(path.relative_to(site)): path.read_bytes() for path in site.rglob("*.pyc")})
         assert {data[4] for data in trees[-1].values()} == {1}, "unchecked: bit 0 set, bit 1 not"
     assert trees[0] == trees[1]
-    module = site / "module.py"
-    module.write_text("raise SystemExit('read again')")
-    asked = [sys.executable, "-c", "import module"]
-    assert (
-        subprocess.run(asked, cwd=module.parent, capture_output=True, text=True, check=True).stdout == "0\n"
-    )
+    (site / "module.py").write_text("raise SystemExit('read again')")
+    assert subprocess.check_output([sys.executable, "-c", "import module"], cwd=site, text=True) == "0\n"
 
 
 def test_the_image_tells_runs_which_lock_it_was_made_from(tmp_path: Path) -> None:

@@ -83,9 +83,6 @@ def test_nothing_else_is_in_the_lock(lock: Path, wheels: list[Wheel]) -> None:
     assert all(line.startswith("#") for line in header.splitlines()[:-1])
     assert text == header + "".join(f"# groups: {' '.join(w.groups)}\n{w.text}\n" for w in wheels)
     assert not HOST.search(re.sub(r"==\S+", "", text)), "an address"
-
-
-def test_groups_are_those_of_the_project(lock: Path, wheels: list[Wheel]) -> None:
     found, asked = {group for wheel in wheels for group in wheel.groups}, STACKS[lock].get("groups", GROUPS)
     # Of a group that conda holds whole, nothing is left.
     assert found == set(asked) if STACKS[lock]["kind"] == "wheels" else found <= set(asked)
@@ -117,12 +114,10 @@ def test_one_lock_serves_every_python_and_platform(lock: Path, wheels: list[Whee
         return
     # PyTorch's wheels for Linux on Arm carry CUDA from 2.11 on.
     arm = int(stack["pins"]["torch"].split(".")[1]) >= 11
-    machines = {"x86_64", "aarch64"} if arm else {"x86_64"}
-    count = 0
+    machines, count = {"x86_64", "aarch64"} if arm else {"x86_64"}, 0
     for group, where in served(stack):
         here = installed(wheels, group, where)
-        for line in {**GROUPS, **stack.get("requires", {})}[group]:
-            requirement = Requirement(line)
+        for requirement in map(Requirement, {**GROUPS, **stack.get("requires", {})}[group]):
             if requirement.marker is None or requirement.marker.evaluate(where):
                 assert requirement.specifier.contains(here[canonicalize_name(requirement.name)]), where
         cuda = [name for name in here if name.startswith("nvidia-") and "-cu1" in name]

@@ -36,6 +36,11 @@ class Image:
     top: Path
     environment: dict[str, str]
 
+    @property
+    def site(self) -> Path:
+        """Where the environment's packages lie."""
+        return next(self.python.parents[1].glob("lib/python3.*/site-packages"))
+
     def pip(self, *words: str, code: int = 0) -> str:
         """What pip says, which finds nothing but this test's wheels."""
         command = [str(self.python), "-m", "pip", *words]
@@ -109,43 +114,42 @@ def versions(image: Image, name: str) -> list[str]:
     """Of each installed distribution of a name, as metadata has it; then the module's own, or none."""
     program = f"""
 from importlib.metadata import distributions
+from importlib.util import find_spec
 print(*[one.version for one in distributions() if one.metadata["Name"] == "{name}"])
-try:
-    import {name}
-    print({name}.version)
-except ImportError:
-    print("none")
+print(__import__("{name}").version if find_spec("{name}") else "none")
 """
     return image.says(program).split()
 
 
-def test_pip_adds_removes_and_replaces_its_own(image: Image) -> None:
-    image.pip("install", "extra==1.0")
-    assert versions(image, "extra") == ["1.0", "1.0"]
-    image.pip("install", "--upgrade", "extra")
-    assert versions(image, "extra") == ["2.0", "2.0"]
+def test_what_the_image_has_comes_first_and_is_held(image: Image) -> None:
+    assert constraints([("Pinned_It", "1.0"), ("b.c", "2")]) == "b-c==2\npinned-it==1.0\n"
+    site = image.top / image.site.relative_to(image.python.parents[1])
+    site.mkdir(parents=True)
+    (site / "pinned.py").write_text("version = '2.0'")
+    (site / "own.py").touch()
+    assert image.says("import own, pinned; print(pinned.version)") == "1.0\n"
+
+
+@pytest.mark.slow  # pip, six times; `.ci/run` runs it
+def test_pip_adds_removes_and_replaces_its_own_and_nothing_of_the_images(image: Image) -> None:
+    for words, version in ((["extra==1.0"], "1.0"), (["--upgrade", "extra"], "2.0")):
+        image.pip("install", *words)
+        assert versions(image, "extra") == [version, version]
     image.pip("uninstall", "--yes", "extra")
-    assert versions(image, "extra") == ["none"]
-    assert not list(image.top.rglob("*extra*"))
-
-
-def test_pip_never_replaces_or_removes_what_the_image_has(image: Image) -> None:
-    site = next(image.python.parents[1].glob("lib/python3.*/site-packages"))
-    before = sorted(path.relative_to(site) for path in site.rglob("*") if "__pycache__" not in path.parts)
+    assert versions(image, "extra") == ["none"] and not list(image.top.rglob("*extra*"))
+    before = {path for path in image.site.rglob("*") if "__pycache__" not in path.parts}
     assert "pinned==1.0" in image.pip("install", "newer", code=1)
     assert "pinned==1.0" in image.pip("install", "--upgrade", "--force-reinstall", "pinned==2.0", code=1)
     image.pip("uninstall", "--yes", "pinned")
-    # Whatever lies on top, the image's own comes first: for programs of packages on top as well.
+    # Programs of packages on top find the image's own first as well.
     with zipfile.ZipFile(image.top.parent / "wheels/pinned-2.0-py3-none-any.whl") as file:
         file.extractall(next(image.top.glob("lib/python3.*/site-packages")))
-    assert image.says("import pinned; print(pinned.version)") == "1.0\n"
     above = [str(image.top / "bin/python"), "-c", "import pinned, sys; print(pinned.version, sys.prefix)"]
     assert subprocess.check_output(above, text=True) == f"1.0 {image.top}\n"
-    assert before == sorted(
-        path.relative_to(site) for path in site.rglob("*") if "__pycache__" not in path.parts
-    )
+    assert before == {path for path in image.site.rglob("*") if "__pycache__" not in path.parts}
 
 
+@pytest.mark.slow
 def test_a_virtual_environment_of_the_users_own_may_have_another_version(
     image: Image, tmp_path: Path
 ) -> None:

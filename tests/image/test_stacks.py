@@ -40,11 +40,12 @@ def stack(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def locked(stack: Path, target: str) -> list[Package]:
-    """The records of a lock, in its order."""
-    records = {one.url: one for one in read_records((stack / "records.json").read_text())}
+def locked(stack: Path, target: str, hashed: bool = False) -> list[Any]:
+    """The packages of a lock in its order: their records, or as `hashed` there."""
     names = [split(one)[0] for one in read_toml(stack / "stack.toml")["conda"].get("md5_only", [])]
-    return [records[one.url] for one in read_conda((stack / FILES[target]).read_text(), names)]
+    found = read_conda((stack / FILES[target]).read_text(), names)
+    records = {one.url: one for one in read_records((stack / "records.json").read_text())}
+    return [*found] if hashed else [records[one.url] for one in found]
 
 
 def test_each_file_is_what_the_records_say(stack: Path) -> None:
@@ -63,31 +64,31 @@ def test_each_file_is_what_the_records_say(stack: Path) -> None:
 def test_each_package_is_hashed_and_of_the_stacks_channels(stack: Path) -> None:
     description = read_toml(stack / "stack.toml")
     channels, md5_only = description["conda"]["channels"], description["conda"].get("md5_only", [])
-    assert channels == (
-        ["conda-forge"] if description["kind"] == "wheels" else ["pytorch", "nvidia", "conda-forge"]
-    )
+    wheels = description["kind"] == "wheels"
+    assert channels == (["conda-forge"] if wheels else ["pytorch", "nvidia", "conda-forge"])
     folders = {f"{HOST}{channel}/{subdir}/" for channel in channels for subdir in SUBDIRS}
     weak = set()
-    for file in FILES.values():
-        text = (stack / file).read_text()
-        for one in read_conda(text, [split(file)[0] for file in md5_only]):
+    for target in FILES:
+        for one in locked(stack, target, hashed=True):
             assert one.url.removesuffix(one.file) in folders
             assert not one.file.startswith(REPLACED)  # by its publisher, in place
             weak |= {one.file} if one.algorithm == "md5" else set()
-    assert weak == set(md5_only)
-    assert len(weak) == 2 * (stack.name == "pytorch-cuda-11.8")
+    assert weak == set(md5_only) and len(weak) == 2 * (stack.name == "pytorch-cuda-11.8")
 
 
 def test_stack_toml_says_what_is_locked(stack: Path) -> None:
-    description = read_toml(stack / "stack.toml")
-    held = {one.name: one.version for one in locked(stack, "train")}
+    description, train = read_toml(stack / "stack.toml"), locked(stack, "train")
+    brings, held = description["brings"], {one.name: one.version for one in train}
     assert description["name"] == stack.name and description["source_date_epoch"] % 86400 == 0
     assert description["python"] == held["python"].rpartition(".")[0]
+    assert (description["driver"]["native"], description["driver"]["floor"]) == DRIVERS[brings["cuda"]]
+    until = description["supported_until"]
+    rows = (ROOT / "docs/stacks.md").read_text().splitlines()
+    assert [row.endswith(f"| {until} |") for row in rows if row.startswith(f"| `{stack.name}`")] == [True]
     if description["kind"] == "conda":
-        brings, pins = description["brings"], description["pins"]
-        (torch,) = (one for one in locked(stack, "train") if one.name == "pytorch")
+        pins, (torch,) = description["pins"], (one for one in train if one.name == "pytorch")
         names = {"torch": "pytorch", "torchvision": "torchvision", "torchaudio": "torchaudio"}
-        assert pins == {name: held[names[name]] for name in pins} and pins.keys() == names.keys()
+        assert pins == {name: held[other] for name, other in names.items()}
         assert (brings["cuda"], brings["triton"]) == (held["pytorch-cuda"], held["torchtriton"])
         assert held["cuda-cudart"].startswith(f"{brings['cuda']}.")
         assert f"_cuda{brings['cuda']}_cudnn{brings['cudnn']}_" in torch.build
@@ -111,31 +112,18 @@ def test_it_is_what_solving_again_gives(stack: Path) -> None:
     assert {one.url for one in whole} == {one.url for one in [*train, *dev]}
 
 
-def test_it_can_compile_and_the_slim_image_carries_no_more_than_it_needs(stack: Path) -> None:
+def test_conda_brings_what_the_trainer_needs_or_a_wheel_does(stack: Path) -> None:
+    """And a compiler; the slim image carries no more than it needs."""
     names = {target: {one.name for one in locked(stack, target)} for target in FILES}
     assert {"python", "pip", "gcc", "gxx", "jemalloc", "rdma-core"} <= names["train"]
     assert {"git", "openssh"} <= names["dev"]
     assert not {"git", "openssh", "perl", "jupyterlab", "matplotlib-base"} & names["train"]
-
-
-def test_conda_brings_what_the_trainer_needs_or_a_wheel_does(stack: Path) -> None:
-    description, project = read_toml(stack / "stack.toml"), read_toml(ROOT / "pyproject.toml")
-    here = {"torch" if one.name == "pytorch" else one.name for one in locked(stack, "train")}
-    here = {name.replace("_", "-") for name in here}
-    here |= {one.name for one in read_wheels((stack / "wheels.lock").read_text()) if "train" in one.groups}
-    for line in project["project"]["dependencies"]:
-        assert line.partition(">")[0] in here, description["name"]
-
-
-def test_the_image_gets_its_init_from_a_wheel(stack: Path) -> None:
     wheels = read_wheels((stack / "wheels.lock").read_text())
     assert [one.name for one in wheels if "image" in one.groups] == ["dumb-init"]
-
-
-def test_driver_floors_are_nvidias(stack: Path) -> None:
-    description = read_toml(stack / "stack.toml")
-    said = (description["driver"]["native"], description["driver"]["floor"])
-    assert said == DRIVERS[description["brings"]["cuda"]]
+    here = {"torch" if name == "pytorch" else name.replace("_", "-") for name in names["train"]}
+    here |= {one.name for one in wheels if "train" in one.groups}
+    needed = read_toml(ROOT / "pyproject.toml")["project"]["dependencies"]
+    assert {line.partition(">")[0] for line in needed} <= here
 
 
 # Locking.
@@ -189,8 +177,7 @@ def test_locking_from_a_pool(made: Path, pool: Path, monkeypatch: pytest.MonkeyP
     assert f"apple-2.0-0.conda#{SHA}\n" in (made / "conda-dev.lock").read_text()
     assert "  - pear=2.0=0\n" in (made / "environment.yml").read_text()
     dated = read_toml(made / "stack.toml")["source_date_epoch"]
-    assert dated > 0
-    assert dated % 86400 == 0
+    assert dated > 0 and dated % 86400 == 0
 
 
 def test_what_is_locked_stays_unless_upgraded(
@@ -213,13 +200,5 @@ def test_no_solution_is_one_line_and_changes_nothing(
     (made / "stack.toml").write_text((made / "stack.toml").read_text().replace('["pear"]', '["plum"]'))
     assert run(monkeypatch, "--pool", pool) == 1
     said = capsys.readouterr().err
-    assert said.startswith("lock: conda: ")
-    assert "plum" in said
-    assert said.count("\n") == 1
+    assert said.startswith("lock: conda: ") and "plum" in said and said.count("\n") == 1
     assert [path.name for path in made.iterdir()] == ["stack.toml"]
-
-
-def test_the_page_names_each_stack_and_its_end(stack: Path) -> None:
-    text, until = (ROOT / "docs/stacks.md").read_text(), read_toml(stack / "stack.toml")["supported_until"]
-    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{stack.name}`")]
-    assert row.endswith(f"| {until} |")
