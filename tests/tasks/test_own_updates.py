@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-import trainer
 from tests.helpers import forked
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
@@ -181,11 +180,6 @@ def test_a_scheduler_is_told_the_steps_of_an_epoch_and_of_the_run(
     run = started({"scheduler": stepped}, data=data, optim={"name": "sgd", "lr": 0.1})
     rates = [row[1] for row in go_on(run, range(steps))]
     assert rates == pytest.approx([0.1 / steps ** (done // length) for done in range(steps)])
-
-
-def test_check_tells_it_alike() -> None:
-    own = type("Own", (Small,), {"scheduler": stepped})
-    assert [row.verdict for row in trainer.check(own, only=["plain"]).rows] == ["equal"]
 
 
 def test_a_skipped_update_moves_neither_weights_nor_rate() -> None:

@@ -173,12 +173,3 @@ def test_a_branch_is_left_out_for_some_samples_and_scaled_for_the_others() -> No
         assert torch.allclose(dropped[~left_out], kept.expand_as(dropped[~left_out]), atol=1e-5)
         model.eval()
         assert torch.equal(block(x[:1]), whole)
-
-
-def test_padding_counts_for_nothing_when_mixed() -> None:
-    weight = torch.tensor([1.0, 1.0, 0.0])
-    label = torch.tensor([1, 2, 3])
-    batch = Batch({"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": label}, weight, None, 2)
-    torch.manual_seed(0)
-    loss = classification({"mixup": 1.0}).loss(Constant(torch.zeros(10)), batch)
-    assert float(loss) == pytest.approx(2 * torch.tensor(10.0).log().item(), rel=1e-6)
