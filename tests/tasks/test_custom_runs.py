@@ -138,15 +138,6 @@ def keyed() -> None:
         assert torch.equal(one, other)
 
 
-def test_check_keys_them_alike() -> None:
-    preloaded.call(checked_alike)
-
-
-def checked_alike() -> None:
-    report = trainer.check(Masking, only=["plain", "again"])
-    assert [row.verdict for row in report.rows] == ["equal", "equal"]
-
-
 @pytest.mark.usefixtures("here")
 def test_beside_another_thread_it_is_refused() -> None:
     """That may draw from the same generators, which nobody seeds under it."""

@@ -29,7 +29,6 @@ from trainer.models.detection import (
     make_detector,
     tiny_losses,
 )
-from trainer.tasks.average_precision import average_precision
 from trainer.tasks.detection import Detection, _torchvision_loss
 from trainer.train.components.task import check_request, make_task
 
@@ -89,27 +88,6 @@ def test_a_rank_with_nothing_but_padding_calls_the_model_all_the_same() -> None:
         assert float(loss.detach()) == total
         loss.backward()
         assert called.pop() == seen
-
-
-def test_losses_add_up_exactly_over_images() -> None:
-    torch.manual_seed(0)
-    cells = cell_centers(12, 12, 8, torch.zeros((), dtype=torch.float64))
-    begin = torch.rand(6, 5, 2, dtype=torch.float64) * 60
-    true = torch.cat((begin, begin + 5 + torch.rand(6, 5, 2, dtype=torch.float64) * 30), 2)
-    logits, boxes = (
-        torch.randn(6, 144, 10, dtype=torch.float64),
-        torch.rand(6, 144, 4, dtype=torch.float64) * 90,
-    )
-    labels, count = torch.randint(0, 10, (6, 5)), torch.tensor([0, 1, 2, 3, 4, 5])
-    each = tiny_losses(logits, boxes, cells, 8, true, labels, count)
-    assert each.shape == (6,) and bool((each > 0).all())
-    for row in range(6):
-        one = slice(row, row + 1)
-        alone = tiny_losses(logits[one], boxes[one], cells, 8, true[one], labels[one], count[one])
-        torch.testing.assert_close(alone, each[one], rtol=1e-12, atol=0)
-        padded = true.clone()
-        padded[row, int(count[row]) :] = torch.tensor([0.0, 0, 50, 50], dtype=torch.float64)
-        assert torch.equal(tiny_losses(logits, boxes, cells, 8, padded, labels, count), each)
 
 
 def test_the_tasks_loss_is_a_sum_that_padding_does_not_enter() -> None:
@@ -176,15 +154,6 @@ def test_what_cells_say_becomes_boxes() -> None:
     torch.testing.assert_close(first.scores, torch.tensor([3.0, 1.0]).sigmoid())
     assert second.boxes.tolist() == [[0, 3, 32, 9]], "within the image"
     assert len(detections(Says(ModelConfig(width=8), 1, 3), torch.zeros(2, 1, 32, 32), most=1)[0].labels) == 1
-
-
-def test_all_found_is_one_and_nothing_is_zero() -> None:
-    box, label = np.array([[[5.0, 5, 20, 30]]], np.float32), np.array([[2]])
-    true = {"true_boxes": box, "true_labels": label, "true_area": np.array([[375.0]])}
-    rows: Any = {**true, "boxes": box, "labels": label, "true_crowd": label * 0, "pixel": np.ones((1, 1))}
-    for score, count, wanted in ((0.9, 1, 1.0), (-1.0, 1, 0.0), (0.9, 0, 0.0)):
-        rows |= {"scores": np.array([[score]], np.float32), "true_count": np.array([count])}
-        assert average_precision(rows, 3) == pytest.approx({"map": wanted, "map_50": wanted})
 
 
 # The recipes.

@@ -19,19 +19,17 @@ from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import LanguageConfig
 from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats import documents
-from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
+from trainer.data.formats.documents import SEGMENT, TARGETS, packed, padded
 from trainer.data.formats.text import Text
 from trainer.data.formats.tokens import TOKENS
 from trainer.data.sampling.group_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
-from trainer.models.gpt import GPT, place_in_segment, rotary_table, rotate
+from trainer.models.gpt import place_in_segment, rotary_table, rotate
 from trainer.tasks.language import Language
 from trainer.train.components.task import make_plan, make_task
 from trainer.train.outputs import token_counter
@@ -97,23 +95,6 @@ def test_each_document_is_computed_as_if_it_stood_alone() -> None:
 def test_places_begin_anew_in_each_document() -> None:
     segment = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]])
     assert place_in_segment(segment).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "vocabulary", "wanted"),
-    [
-        # GPT-2 small and XL, as their weights are published.
-        ("gpt2-124m", {"bias": True}, 50257, 124_439_808),
-        ("gpt2-1.5b", {"bias": True}, 50257, 1_557_611_200),
-    ],
-)
-def test_it_has_as_many_parameters_as_gpt2(
-    name: str, keys: dict[str, Any], vocabulary: int, wanted: int
-) -> None:
-    config = Recipe.model_validate(read_recipe(name)).language.model_copy(update=keys)
-    with torch.device("meta"):
-        model = GPT(config, vocabulary)
-    assert sum(p.numel() for p in model.parameters()) == wanted
 
 
 def test_the_head_is_the_embedding() -> None:
@@ -352,21 +333,6 @@ def test_a_padded_batch_is_cut_to_its_longest() -> None:
     assert task.train_data.arrays is not None
     full = 1 - np.asarray(task.train_data.arrays[NUM_ITEMS]).mean() / 64
     assert share < full / 2, "similar lengths together"
-
-
-@given(count=st.integers(2, 90), length=st.integers(1, 20), stride=st.integers(1, 25), whole=st.booleans())
-def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -> None:
-    tokens = np.arange(count, dtype=np.uint8)
-    length = min(length, count - 1)
-    data = StreamDataset(tokens, length, None if whole else stride, whole=whole)
-    out = {name: np.full((len(data), *f.shape), 7, f.dtype) for name, f in data.fields.items()}
-    data.read(np.arange(len(data)), None, out)
-    if whole:
-        valid = np.arange(length) < out[NUM_ITEMS][:, None]
-        assert out[TOKENS][:, 1:][valid].tolist() == list(range(1, count))
-        return
-    firsts = range(0, count - length, stride)
-    assert out[TOKENS].tolist() == [list(range(first, first + length + 1)) for first in firsts]
 
 
 @pytest.mark.parametrize(("text", "last"), [("stream", "cross"), ("padded", "weighted"), ("packed", "drop")])

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -352,16 +352,6 @@ def test_what_is_wrong_is_said(name: str) -> None:
     methods, sections, message = WRONG[name]
     with refused(message):
         check_request(recipe_of(**sections), task_of(**methods), 1)
-
-
-def test_a_frozen_parameter_may_be_left_out() -> None:
-    def model(_: Any) -> nn.Module:
-        made = Small().model()
-        made[0].requires_grad_(False)  # type: ignore[index]
-        return made
-
-    optimizer: Callable[..., Any] = lambda _, m: torch.optim.SGD(m[3:].parameters(), 0.1)  # noqa: E731
-    check_request(recipe_of(), task_of(model=model, optimizer=optimizer), 1)
 
 
 def test_a_state_dict_comes_back_as_it_was() -> None:

@@ -395,17 +395,11 @@ def test_each_figure_is_divided_by_its_own_counts() -> None:
     assert (run.metrics["exact"], run.metrics["tokens"]) == (1.0, 1.0)
     length = (Tokens().data()[1]["y"] >= 0).sum()
     assert run.metrics["sum"] * 7 / length == pytest.approx(run.metrics["loss"], rel=1e-12)
-    rows = trainer.fit(
-        type(
-            "Mine",
-            (Masked,),
-            {
-                "measure": measured,
-                "summarize": lambda _, rows: {**means(rows), "width": rows["loss"][0].shape[1]},
-            },
-        ),
-        settings,
-    )
+
+    def summarize(_: Any, rows: Any) -> Any:
+        return {**means(rows), "width": rows["loss"][0].shape[1]}
+
+    rows = trainer.fit(type("Mine", (Masked,), {"measure": measured, "summarize": summarize}), settings)
     assert rows.metrics["width"] == PLACES
     for name, value in run.metrics.items():
         assert rows.metrics[name] == pytest.approx(value, rel=1e-12)
