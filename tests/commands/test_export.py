@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
 from tests.helpers import preloaded
 from tests.helpers.refusals import named
-from tests.helpers.trained import train_digits
 from trainer.cli import main
 from trainer.commands.export import reload
 from trainer.commands.export.export import WRITERS
@@ -112,19 +110,6 @@ def test_pixels_in_and_probabilities_out(run: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(probabilities, wanted, rtol=1e-5, atol=1e-6)
     about = json.loads((tmp_path / "out" / "model.json").read_text())
     assert about["inputs"] == [{"name": "input", "shape": ["batch", 8, 8, 1], "dtype": "uint8"}]
-
-
-@pytest.mark.usefixtures("here")
-def test_a_stopped_run_gives_its_newest_checkpoint(tmp_path: Path) -> None:
-    run = train_digits(tmp_path / "stopped", stop_after=7)
-    export(run, "--to", "safetensors")
-    opened = open_run(run)
-    saved = safetensors.torch.load_file(run / "checkpoints" / "step-00000007" / "ema.safetensors")
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in opened.model.named_parameters())
-    buffers = safetensors.torch.load_file(run / "checkpoints" / "step-00000007" / "model.safetensors")
-    assert all(torch.equal(tensor, buffers[name]) for name, tensor in opened.model.named_buffers())
-    about = json.loads((run / "export" / "safetensors-fp32" / "model.json").read_text())
-    assert about["weights"] == "checkpoints/step-00000007/ema.safetensors"
 
 
 @pytest.mark.usefixtures("here")

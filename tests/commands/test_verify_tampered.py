@@ -86,9 +86,3 @@ def test_what_is_missing_or_was_changed_is_a_difference(
     folder = shutil.copytree(whole, tmp_path / "run")
     tamper(folder)
     assert named(verify(folder, code=1, capsys=capsys), says)
-
-
-def test_an_emptied_fingerprint_of_the_data_is_one_line(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
-    change(folder, lambda m: m.update(fingerprint={}))
-    assert named(verify(folder, code=2, capsys=capsys), "training data")

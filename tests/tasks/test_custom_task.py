@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import trainer
 from tests.helpers.preparing import prepare_only
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.small_task import Small
