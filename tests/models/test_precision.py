@@ -56,13 +56,12 @@ def snapshot(run: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("optimizer", "clip"), [("sgd", 0.0), ("adamw", 1.0)])
-def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: str, clip: float) -> None:
+def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data() -> None:
     at = 3
     recipe = make_recipe(
         data={"global_batch_size": 8, "micro_batch_size": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},
-        optim={"name": optimizer, "lr": 0.1, "max_grad_norm": clip, "warmup_steps": 0.0},
+        optim={"name": "adamw", "lr": 0.1, "max_grad_norm": 1.0, "warmup_steps": 0.0},
         ema={"decay": 0.9},
     )
     task = Overflowing(at)
@@ -87,28 +86,6 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     assert float(take_metrics(run)["updates"]) == 5
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
-    """With uninitialized memory filled with NaN, the run goes on as if the first step hadn't been."""
-    recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": 4},
-        precision={"mode": "fp16", "initial_scale": 1024.0},
-        optim={"name": optimizer, "lr": 0.1},
-    )
-    torch.use_deterministic_algorithms(True)
-    try:
-        run = build_alone(recipe, Overflowing(0))
-        batches = run.loader(run.share.batches())
-        for step in range(4):
-            train_step(run, batches, step)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert int(run.state.lr.updates) == 3
-    assert all(bool(p.isfinite().all()) for p in run.gradients.parameters)
-    slots = [s for state in run.state.optimizer.state.values() for s in state.values()]
-    assert all(bool(slot.isfinite().all()) for slot in slots)
-
-
 def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
     recipe = make_recipe(
         epochs=4,
@@ -116,8 +93,7 @@ def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
         precision={"mode": mode},
         optim=optim,
     )
-    task = TokenTask(64, ragged=True, dtype=torch.float32)
-    run = build_alone(recipe, task)
+    run = build_alone(recipe, TokenTask(64, ragged=True, dtype=torch.float32))
     batches = run.loader(run.share.batches())
     losses = []
     for step in range(run.plan.steps):
@@ -263,20 +239,13 @@ def test_the_first_that_is_not_finite_is_named(
     assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
 
 
-@pytest.mark.parametrize(
-    ("norm", "on_cpu", "on_gpu"),
-    [
-        (nn.BatchNorm1d(4), None, None),
-        (nn.LayerNorm(4), None, torch.bfloat16),
-        (nn.GroupNorm(2, 4), None, torch.bfloat16),
-        (nn.RMSNorm(4), torch.bfloat16, torch.bfloat16),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
-)
-def test_what_a_sharded_model_is_gathered_in(
-    norm: nn.Module, on_cpu: torch.dtype | None, on_gpu: torch.dtype | None
-) -> None:
-    model, low = nn.Sequential(nn.Linear(4, 4), norm), PrecisionConfig(mode="bf16")
-    devices = torch.device("cpu"), torch.device("cuda")
-    assert [gathered_in(low, model, device) for device in devices] == [on_cpu, on_gpu]
-    assert [gathered_in(PrecisionConfig(), model, device) for device in devices] == [None, None]
+def test_what_a_sharded_model_is_gathered_in() -> None:
+    devices, low = (torch.device("cpu"), torch.device("cuda")), PrecisionConfig(mode="bf16")
+    for norm, wanted in (
+        (nn.BatchNorm1d(4), [None, None]),
+        (nn.LayerNorm(4), [None, torch.bfloat16]),
+        (nn.RMSNorm(4), [torch.bfloat16, torch.bfloat16]),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), norm)
+        assert [gathered_in(low, model, device) for device in devices] == wanted
+        assert [gathered_in(PrecisionConfig(), model, device) for device in devices] == [None, None]

@@ -304,22 +304,18 @@ TINY = ModelConfig(pretrained="torchvision:Tiny_Weights.V1")
 
 
 def test_a_pickle_of_torchvision_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {
-        "a.weight": torch.randn(3, 4).t(),
-        "f.denselayer1.norm.2.weight": torch.ones(2, dtype=torch.float16),
-    }
+    old, new = "f.denselayer1.norm.2.weight", "f.denselayer1.norm2.weight"
+    state = {"a.weight": torch.randn(3, 4).t(), old: torch.ones(2, dtype=torch.float16)}
     content, name = pickled(state)
     web = serve(monkeypatch, tmp_path, content, name)
     found = [find_weights(TINY) for _ in range(2)]
-    assert found[0] == found[1] and found[0] is not None
+    web.close()
+    assert found[0] == found[1] == find_weights(TINY) and found[0] is not None  # the last without a network
     assert (found[0].revision, found[0].exact) == (name, "torchvision:Tiny_Weights.V1")
     assert sum(web.app.asked.values()) == 1
     read = safetensors.torch.load_file(found[0].file)
-    assert torch.equal(read["a.weight"], state["a.weight"])
-    assert torch.equal(read["f.denselayer1.norm2.weight"], state["f.denselayer1.norm.2.weight"])
+    assert torch.equal(read["a.weight"], state["a.weight"]) and torch.equal(read[new], state[old])
     assert not list((tmp_path / "cache").rglob("*.pth"))
-    web.close()
-    assert find_weights(TINY) == found[0]  # without a network
 
 
 def test_two_processes_that_want_it_at_once_fetch_it_once(
@@ -373,15 +369,6 @@ def test_what_was_converted_is_checked_when_it_is_read(
     web.close()
 
 
-def test_another_file_than_was_published_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, name = pickled({"a": torch.zeros(2)})
-    web = serve(monkeypatch, tmp_path, content[:-1] + b"?", name)
-    with refused("SHA-256"):
-        find_weights(TINY)
-    assert not list((tmp_path / "cache").rglob("*.[ps]*t*"))
-    web.close()
-
-
 class Code:
     """Runs code where it is read."""
 
@@ -389,14 +376,17 @@ class Code:
         return (os.mkdir, ("ran",))
 
 
-def test_code_in_a_pickle_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content", [{"a": Code()}, [1], b"?"], ids=["code", "no tensors", "another file"])
+def test_of_what_is_no_file_of_tensors_nothing_is_taken(
+    content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for content in ({"a": Code()}, [1]):
-        web = serve(monkeypatch, tmp_path, *pickled(content))
-        with refused("Tiny_Weights.V1"):
-            find_weights(TINY)
-        web.close()
-    assert not Path("ran").exists()
+    file, name = pickled({"a": torch.zeros(2)} if content == b"?" else content)
+    web = serve(monkeypatch, tmp_path, file[:-1] + content if content == b"?" else file, name)
+    with refused("SHA-256" if content == b"?" else "Tiny_Weights.V1"):
+        find_weights(TINY)
+    assert not Path("ran").exists() and not list((tmp_path / "cache").rglob("*.[ps]*t*"))
+    web.close()
 
 
 def test_a_server_that_lacks_it_and_one_that_is_not_there(
