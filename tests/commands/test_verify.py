@@ -16,7 +16,6 @@ import safetensors.torch
 import torch
 
 from tests.helpers import preloaded
-from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from tests.helpers.poison import SEED, poison
 from tests.helpers.refusals import named, refused
@@ -24,6 +23,10 @@ from trainer.cli import main
 from trainer.commands.verify import replay as replaying
 from trainer.commands.verify.recorded import Segment, parts_of, read_recorded
 from trainer.config.recipe_file import load_recipe
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

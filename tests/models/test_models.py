@@ -6,13 +6,12 @@ import pytest
 import torch
 import torchvision
 
-from tests.helpers.libraries import require
 from trainer.config.model import ModelConfig
 from trainer.models.images import build_model
 
 
 def test_timms_models_take_these_images() -> None:
-    require("timm")
+    pytest.importorskip("timm")
     model = build_model(ModelConfig(name="timm/resnet10t"), 1, 7).eval()
     assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
 

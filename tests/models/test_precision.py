@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.config.model import ModelConfig, PrecisionConfig
-from trainer.data.batch import Batch
 from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import (
@@ -22,68 +21,9 @@ from trainer.models.precision import (
 )
 from trainer.tasks.augment import affine
 from trainer.train.components.task import check_request, make_task
-from trainer.train.step import take_metrics, train_step
+from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
-
-
-class Overflowing(TokenTask):
-    """Its loss is infinite in one step."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__(64, ragged=False, dtype=torch.float32)
-        self.calls = 0
-        self.at = at
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        logits = model(batch.fields["x"].float())
-        assert logits.dtype == torch.float16
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.fields["y"].flatten(), reduction="sum")
-        step, self.calls = self.calls // 2, self.calls + 1
-        return loss * float("inf") if step == self.at else loss
-
-
-def snapshot(run: Any) -> dict[str, Any]:
-    average = run.state.average.tensors.values()
-    state = [s.clone() for slot in run.state.optimizer.state.values() for s in slot.values()]
-    return {
-        "weights": [p.detach().clone() for p in run.gradients.parameters],
-        "average": [p.detach().clone() for p in average],
-        "state": state,
-        "updates": int(run.state.lr.updates),
-        "rate": float(run.state.lr.current),
-        "scale": float(run.state.scaler.get_scale()),
-    }
-
-
-def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data() -> None:
-    at = 3
-    recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": 4},
-        precision={"mode": "fp16", "initial_scale": 1024.0},
-        optim={"name": "adamw", "lr": 0.1, "max_grad_norm": 1.0, "warmup_steps": 0.0},
-        ema={"decay": 0.9},
-    )
-    task = Overflowing(at)
-    run = build_alone(recipe, task)
-    loader = build_alone(recipe, task).loader
-    batches = loader(run.share.batches())
-    states = []
-    for step in range(6):
-        train_step(run, batches, step)
-        states.append(snapshot(run))
-    before, after = states[at - 1], states[at]
-    for name in ("weights", "average", "state"):
-        assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True)), name
-    assert (after["updates"], after["rate"]) == (before["updates"], before["rate"])
-    assert after["scale"] == before["scale"] / 2 == 512.0
-    following = states[at + 1]
-    assert following["updates"] == after["updates"] + 1 == 4
-    assert following["rate"] < after["rate"]
-    assert following["scale"] == after["scale"]
-    assert not torch.equal(following["weights"][0], after["weights"][0])
-    assert task.calls == 12, "the data went on"
-    assert float(take_metrics(run)["updates"]) == 5
 
 
 def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:

@@ -31,7 +31,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
 from trainer.models.gpt import place_in_segment, rotary_table, rotate
 from trainer.tasks.language import Language
-from trainer.train.components.task import make_plan, make_task
+from trainer.train.components.task import make_task
 from trainer.train.outputs import token_counter
 from trainer.train.step import train_step
 
@@ -312,27 +312,6 @@ def test_the_loss_is_computed_in_float32_whatever_the_logits_are() -> None:
     loss = task.loss(lambda _: logits, Batch({TOKENS: tokens}, None, None, 24))  # type: ignore[arg-type]
     wanted = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     assert loss.dtype == torch.float32 and torch.equal(loss, wanted)
-
-
-def test_a_padded_batch_is_cut_to_its_longest() -> None:
-    recipe = make_recipe(
-        task="language",
-        language={**SMALL, "text": "padded", "buckets": 4, "sequence_length": 64},
-        data={"name": "synthetic", "samples": 64, "micro_batch_size": 4, "global_batch_size": 8},
-    )
-    task = make_task(recipe)
-    assert sum(make_plan(recipe, task).buckets) == len(task.train_data)
-    run = build_alone(recipe, task)
-    num_items, widths = 0, list[int]()
-    for batch in run.loader(range(len(task.train_data) // 4)):
-        num_items += batch.num_items
-        widths.append(task.inputs(batch)[0].shape[1])  # type: ignore[attr-defined]
-    assert {*widths} <= {16, 32, 48, 64}
-    share = task.describe()["padding"]
-    assert share == pytest.approx(1 - num_items / (4 * sum(widths)), abs=1e-6)
-    assert task.train_data.arrays is not None
-    full = 1 - np.asarray(task.train_data.arrays[NUM_ITEMS]).mean() / 64
-    assert share < full / 2, "similar lengths together"
 
 
 @pytest.mark.parametrize(("text", "last"), [("stream", "cross"), ("padded", "weighted"), ("packed", "drop")])
