@@ -25,11 +25,7 @@ from trainer.models.export_formats import relative_error
 from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 from trainer.train.provenance import file_hash
 
-FILES = {
-    "torch-export": "model.pt2",
-    "onnx": "model.onnx",
-    "safetensors": "model.safetensors",
-}
+FILES = {"torch-export": "model.pt2", "onnx": "model.onnx", "safetensors": "model.safetensors"}
 
 
 @pytest.fixture

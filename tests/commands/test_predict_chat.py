@@ -24,7 +24,6 @@ from trainer.observe.text import printable
 from trainer.train.model_of_run import open_run
 
 pytestmark = NEEDS
-
 END, TURN, TEMPLATE = 250, 251, 252
 
 

@@ -54,10 +54,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (lambda folder: (folder / "ema.safetensors").unlink(), "ema.safetensors"),
     "no weights": (no_weights, "model.safetensors"),
     "hash of weights": (manifest(lambda m: m["weights"].pop("model.safetensors")), "model.safetensors"),
-    "other hash": (
-        manifest(lambda m: m["weights"].update({"model.safetensors": "00"})),
-        "model.safetensors",
-    ),
+    "other hash": (manifest(lambda m: m["weights"].update({"model.safetensors": "00"})), "model.safetensors"),
 }
 
 

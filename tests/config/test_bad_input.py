@@ -22,7 +22,6 @@ from trainer.version import __version__
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("nothing_starts")
 
-
 YAMLS = {
     "text.yaml": "just words",
     "torn.yaml": "optim: {lr: 0.1",

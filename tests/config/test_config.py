@@ -12,13 +12,7 @@ from trainer.config.elsewhere import COMMAND_WORDS, SETTING_WORDS, setting_meant
 from trainer.config.formats import FORMATS
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import (
-    make_recipe,
-    override,
-    parse_recipe,
-    read_recipe,
-    recipe_names,
-)
+from trainer.config.recipe_file import make_recipe, override, parse_recipe, read_recipe, recipe_names
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.train.components.task import check_request, make_task
 

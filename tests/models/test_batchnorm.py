@@ -19,7 +19,6 @@ from trainer.train.state import Run
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
-
 F64 = torch.float64
 
 

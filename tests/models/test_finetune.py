@@ -120,11 +120,7 @@ def test_a_layer_that_begins_anew_is_not_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("freeze", "message"),
-    [
-        (["haed"], "model.freeze 'haed' 'head'"),
-        (["*"], "model.freeze=['*']"),
-    ],
+    ("freeze", "message"), [(["haed"], "model.freeze 'haed' 'head'"), (["*"], "model.freeze=['*']")]
 )
 def test_a_pattern_that_freezes_nothing_or_all_is_bad_input(freeze: list[str], message: str) -> None:
     recipe = make_recipe(model={"width": 8, "freeze": freeze})

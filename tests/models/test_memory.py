@@ -19,10 +19,7 @@ from trainer.models.activation_checkpointing import blocks, candidates, recomput
 from trainer.models.activations import KeptBytes, measure
 from trainer.models.images import build_model
 from trainer.tasks.custom import CustomTask
-from trainer.train.components.memory import (
-    memory_to_come,
-    too_much,
-)
+from trainer.train.components.memory import memory_to_come, too_much
 from trainer.train.components.operations import blank_batch
 from trainer.train.components.task import make_task
 from trainer.train.step import train_step

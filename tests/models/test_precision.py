@@ -12,13 +12,7 @@ from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.config.model import ModelConfig, PrecisionConfig
 from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite
-from trainer.models.precision import (
-    check_precision,
-    fp32_modules,
-    gathered_in,
-    keep_in_fp32,
-    set_matmul_mode,
-)
+from trainer.models.precision import check_precision, fp32_modules, gathered_in, keep_in_fp32, set_matmul_mode
 from trainer.tasks.augment import affine
 from trainer.train.components.task import check_request, make_task
 from trainer.train.step import train_step
@@ -28,10 +22,7 @@ pytestmark = pytest.mark.compat
 
 def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
     recipe = make_recipe(
-        epochs=4,
-        data={"global_batch_size": 8, "micro_batch_size": 4},
-        precision={"mode": mode},
-        optim=optim,
+        epochs=4, data={"global_batch_size": 8, "micro_batch_size": 4}, precision={"mode": mode}, optim=optim
     )
     run = build_alone(recipe, TokenTask(64, ragged=True, dtype=torch.float32))
     batches = run.loader(run.share.batches())

@@ -19,7 +19,6 @@ from trainer.optim.muon import Muon, hidden_matrices
 from trainer.optim.optimizers import LRScheduler, layer_factors, make_optimizer, parameter_groups
 
 pytestmark = pytest.mark.compat
-
 CPU = torch.device("cpu")
 
 

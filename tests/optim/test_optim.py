@@ -36,7 +36,6 @@ from trainer.optim.optimizers import (
 from trainer.optim.schedules import schedule
 
 pytestmark = pytest.mark.compat
-
 CPU = torch.device("cpu")
 
 

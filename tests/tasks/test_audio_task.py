@@ -147,10 +147,7 @@ def test_a_class_without_recordings_is_named(tmp_path: Path) -> None:
         make_task(folder(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("audio", "names"),
-    [({"highest": 5000}, "highest"), ({"window": 2.0}, "window")],
-)
+@pytest.mark.parametrize(("audio", "names"), [({"highest": 5000}, "highest"), ({"window": 2.0}, "window")])
 def test_features_that_cannot_be_are_refused(audio: dict[str, Any], names: str) -> None:
     with refused(names, by=ValueError):
         make_task(recipe(audio=audio))

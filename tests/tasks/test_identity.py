@@ -201,12 +201,7 @@ def test_values_are_compared(make: Callable[[int], Any]) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        threading.Lock,
-        Path(os.devnull).open,
-        lambda: (one for one in [1]),
-        lambda: Holder(sys._getframe()),
-    ],
+    [threading.Lock, Path(os.devnull).open, lambda: (one for one in [1]), lambda: Holder(sys._getframe())],
 )
 def test_what_has_no_stable_value_is_named(make: Callable[[], Any]) -> None:
     one, other = make(), make()

@@ -36,14 +36,8 @@ from trainer.train.outputs import token_counter
 from trainer.train.step import train_step
 
 END = 0
-
-
 CPU = torch.device("cpu")
-
-
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layer", "mlp": "gelu"}
-
-
 KINDS: list[dict[str, Any]] = [{}, GPT2, {**GPT2, "bias": True}]
 
 
