@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.commands.test_verify import change
 from tests.helpers import preloaded
 from tests.helpers.refusals import named
 from trainer.cli import main
@@ -168,33 +169,28 @@ def test_a_fresh_process_that_fails_is_told(
     assert list(tmp_path.iterdir()) == []
 
 
-def _flip(data: bytearray) -> None:
+def flip(folder: Path) -> None:
+    data = bytearray((folder / "ema.safetensors").read_bytes())
     data[-1] ^= 1
+    (folder / "ema.safetensors").write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("file", "spoil", "names"),
-    [
-        ("manifest.json", lambda facts: facts.update(weights={}, status="stopped"), "weights"),
-        ("ema.safetensors", _flip, "ema.safetensors"),
-        ("manifest.json", lambda facts: facts["data"]["classes"].reverse(), "classes"),
-    ],
-    ids=["no weights", "a flipped bit", "other classes"],
-)
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (
+        lambda folder: change(folder, lambda m: m.update(weights={}, status="stopped")),
+        "weights",
+    ),
+    "a flipped bit": (flip, "ema.safetensors"),
+    "other classes": (lambda folder: change(folder, lambda m: m["data"]["classes"].reverse()), "classes"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
 def test_a_run_that_cant_be_trusted_is_refused(
-    file: str,
-    spoil: Callable[[Any], None],
-    names: str,
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    how: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(run, tmp_path / "run")
-    content: Any = bytearray((folder / file).read_bytes())
-    if file.endswith(".json"):
-        content = json.loads(content)
-    spoil(content)
-    (folder / file).write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
+    spoil, names = SPOILED[how]
+    spoil(folder := shutil.copytree(run, tmp_path / "run"))
     export(folder, "--to", "safetensors", "--out", str(tmp_path / "out"), code=2)
     assert named(one_line(capsys), names)
     assert not (tmp_path / "out").exists()
