@@ -323,16 +323,10 @@ def test_dropout_acts_on_what_the_update_is_computed_of(rate: float) -> None:
 
 def test_only_what_autocast_rounds_anyway_is_held_in_bfloat16() -> None:
     """Not a weight that something else computes with: a subclass, a norm, an embedding that is written to."""
-    model = nn.ModuleDict(
-        {
-            "embedding": nn.Embedding(5, 4),
-            "clipped": nn.Embedding(5, 4, max_norm=1.0),
-            "norm": nn.LayerNorm(4),
-            "blocks": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Tenfold(4, 4))]),
-            "shared": Tenfold(4, 4),
-            "head": nn.Linear(4, 4),
-        }
-    )
+    embeddings = {"embedding": nn.Embedding(5, 4), "clipped": nn.Embedding(5, 4, max_norm=1.0)}
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Tenfold(4, 4))])
+    model = nn.ModuleDict({**embeddings, "norm": nn.LayerNorm(4), "blocks": blocks})
+    model.update({"shared": Tenfold(4, 4), "head": nn.Linear(4, 4)})
     model["shared"].weight = model["head"].weight
     lora = {"rank": 2, "targets": ["all-linear"]}
     values = {"name": "auto", "lora": lora, "frozen_dtype": "bf16"}
@@ -345,17 +339,11 @@ def test_only_what_autocast_rounds_anyway_is_held_in_bfloat16() -> None:
 
 
 def gpt_recipe(**sections: Any) -> Recipe:
-    data = {"name": "synthetic", "samples": 64}
+    sizes = {"samples": 64, "workers": 0, "global_batch_size": 4, "micro_batch_size": 2}
     values: dict[str, Any] = {
-        "task": "language",
-        "epochs": 1,
-        "max_steps": 8,
-        "data": {**data, "workers": 0, "global_batch_size": 4, "micro_batch_size": 2},
+        **{"task": "language", "epochs": 1, "max_steps": 8, "data": {"name": "synthetic", **sizes}},
         "language": {"layers": 2, "heads": 2, "width": 16, "sequence_length": 16},
-        "model": {"lora": {"rank": 2}},
-        "ema": {"decay": 0.9},
-        "parallel": {"threads": 1},
-        "log": {"to": ["jsonl"]},
+        **{"model": {"lora": {"rank": 2}}, "ema": {"decay": 0.9}, "parallel": {"threads": 1}},
         "checkpoint": {"every": 3, "minutes": 0, "best": False},
     }
     for name, section in sections.items():

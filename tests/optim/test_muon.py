@@ -220,7 +220,7 @@ def test_a_state_dict_goes_on_where_it_was() -> None:
 
 def test_parameters_without_a_gradient_stay_and_a_closure_is_called() -> None:
     net, optimizer = make_net()
-    frozen = [*net.wide.parameters(), *net.norm.parameters()]
+    frozen: list[torch.Tensor] = [*net.wide.parameters(), *net.norm.parameters()]
     before = [p.requires_grad_(False).clone() for p in frozen]
 
     def closure() -> Any:

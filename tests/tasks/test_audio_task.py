@@ -21,16 +21,8 @@ from trainer.train.components.task import make_task
 
 
 def recipe(**sections: Any) -> Recipe:
-    audio = {
-        "seconds": 0.128,
-        "sample_rate": 8000,
-        "mels": 32,
-        "window": 0.04,
-        "hop": 0.008,
-        "lowest": 500,
-        "highest": 1800,
-        **sections.pop("audio", {}),
-    }
+    windows = {"seconds": 0.128, "sample_rate": 8000, "mels": 32, "window": 0.04, "hop": 0.008}
+    audio = {**windows, "lowest": 500, "highest": 1800, **sections.pop("audio", {})}
     data = {"global_batch_size": 32, "micro_batch_size": 16, **sections.pop("data", {})}
     return make_recipe(task="audio", audio=audio, data=data, model={"width": 8, "norm": "group"}, **sections)
 

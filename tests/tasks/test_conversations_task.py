@@ -54,18 +54,9 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def recipe_of(folder: Path, **language: Any) -> Recipe:
     size = {**SMALL, "sequence_length": 160, "tokenizer": str(folder / "chat")}
-    return make_recipe(
-        task="language",
-        language={**size, **language},
-        data={
-            "name": "conversations",
-            "path": str(folder),
-            "global_batch_size": 16,
-            "micro_batch_size": 2,
-            "last_batch": "weighted",
-        },
-        optim=SGD,
-    )
+    sizes = {"global_batch_size": 16, "micro_batch_size": 2, "last_batch": "weighted"}
+    data = {"name": "conversations", "path": str(folder), **sizes}
+    return make_recipe(task="language", language={**size, **language}, data=data, optim=SGD)
 
 
 def by_hand(model: torch.nn.Module, rows: list[Any], folder: Path, learn: str) -> tuple[float, Any]:
@@ -164,10 +155,7 @@ def test_an_evaluation_set_of_its_own_and_what_is_left_out(rows: list[Any], tmp_
         ({"text": "stream"}, "language.text=stream"),
         ({"vocabulary": 100}, "language.vocabulary=100"),
         ({"sequence_length": 3}, "train.jsonl 13 3"),
-        (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            "language.chat_template_kwargs enable_thinking",
-        ),
+        ({"chat_template_kwargs": {"thinks": False}}, "language.chat_template_kwargs thinks"),
     ],
 )
 def test_what_does_not_go_together(language: Any, says: str, tmp_path: Path) -> None:

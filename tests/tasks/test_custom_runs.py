@@ -62,16 +62,8 @@ def test_an_edited_file_is_another_task_and_a_moved_one_the_same(here: Path) -> 
 @pytest.mark.usefixtures("here")
 def test_fit_in_this_process() -> None:
     state = torch.get_rng_state()
-    run = trainer.fit(
-        Spirals,
-        {
-            "epochs": 3,
-            "optim.lr": 0.01,
-            "data.global_batch_size": 64,
-            "data.micro_batch_size": 32,
-            "parallel.threads": 1,
-        },
-    )
+    sizes = {"data.global_batch_size": 64, "data.micro_batch_size": 32, "parallel.threads": 1}
+    run = trainer.fit(Spirals, {"epochs": 3, "optim.lr": 0.01, **sizes})
     assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
     assert run.metrics["accuracy"] > 0.7
     assert run.folder.parent.name == "runs"

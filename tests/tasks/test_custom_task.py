@@ -24,8 +24,6 @@ from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
 from trainer.train.start import job as start
 
-LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
-
 
 def check(**methods: Any) -> None:
     CustomTask(type("Mine", (Small,), methods)(), "mine").check()

@@ -170,29 +170,18 @@ def circle(number: int) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda n: n,
-        lambda n: "word" * n * 20,
-        lambda n: {"deep": [{"a": (n, None)}]},
-        lambda n: np.arange(4) * n,
-        lambda n: np.ma.masked_equal([1, 2, 3], n),
-        lambda n: torch.full((2, 2), n),
-        linear,
-        Config,
-        Slotted,
-        lambda n: collections.defaultdict(int if n == 1 else list),
-        lambda n: (1,) if n == 1 else [1],
-        lambda n: nn.utils.parametrizations.weight_norm(linear(n)),
-        lambda n: lambda x: x * n,
-        lambda n: {frozenset({"a", "b", "c" * n})},
-        circle,
-        np.random.default_rng,
-        lambda n: [random.Random(n).random],
-        lambda n: [threading.Lock(), n],
-    ],
-)
+VALUES: list[Callable[[int], Any]] = [
+    *(lambda n: n, lambda n: "word" * n * 20, lambda n: {"deep": [{"a": (n, None)}]}),
+    *(lambda n: np.arange(4) * n, lambda n: np.ma.masked_equal([1, 2, 3], n)),
+    *(lambda n: torch.full((2, 2), n), linear, lambda n: nn.utils.parametrizations.weight_norm(linear(n))),
+    *(Config, Slotted, circle, lambda n: collections.defaultdict(int if n == 1 else list)),
+    *(lambda n: (1,) if n == 1 else [1], lambda n: {frozenset({"a", "b", "c" * n})}),
+    *(lambda n: lambda x: x * n, lambda n: [threading.Lock(), n]),
+    *(np.random.default_rng, lambda n: [random.Random(n).random]),
+]
+
+
+@pytest.mark.parametrize("make", VALUES)
 def test_values_are_compared(make: Callable[[int], Any]) -> None:
     one, again, other = (identity_of(Holder(make(number))) for number in (1, 1, 2))
     assert differing(one, again) == set()

@@ -195,6 +195,9 @@ class InFloat64(Language):
 DOCUMENTS = a_text([3, 11, 1, 0, 7, 30, 12, 5, 2, 9, 4, 8], seed=4)
 
 
+SGD = {"name": "sgd", "momentum": 0, "lr": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0}
+
+
 def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step that has every document in it."""
     config = LanguageConfig(**SMALL, text=way, buckets=3, **keys)
@@ -204,14 +207,7 @@ def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float,
         task="language",
         language=config.model_dump(),
         data={"global_batch_size": batch, "micro_batch_size": micro_batch, "last_batch": "weighted"},
-        optim={
-            "name": "sgd",
-            "momentum": 0,
-            "lr": 1.0,
-            "schedule": "constant",
-            "warmup_steps": 0,
-            "weight_decay": 0,
-        },
+        optim=SGD,
     )
     run = build_alone(recipe, task)
     before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}

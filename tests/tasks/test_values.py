@@ -383,14 +383,8 @@ def test_each_figure_is_divided_by_its_own_counts() -> None:
             "tokens": (mask, mask),
         }
 
-    settings = {
-        "max_steps": 1,
-        "optim.lr": 1e-30,
-        "data.global_batch_size": 4,
-        "data.micro_batch_size": 2,
-        "data.eval_batch_size": 3,
-        "parallel.threads": 1,
-    }
+    sizes = {"data.global_batch_size": 4, "data.micro_batch_size": 2, "data.eval_batch_size": 3}
+    settings = {"max_steps": 1, "optim.lr": 1e-30, "parallel.threads": 1, **sizes}
     run = trainer.fit(type("Mine", (Masked,), {"measure": measured}), settings)
     assert (run.metrics["exact"], run.metrics["tokens"]) == (1.0, 1.0)
     length = (Tokens().data()[1]["y"] >= 0).sum()
