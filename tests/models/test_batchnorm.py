@@ -190,19 +190,6 @@ def test_with_accumulation_each_micro_batch_starts_from_the_same(kind: str) -> N
     assert_near(trained(run), by_hand(task, run, plain))
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"memory": {"checkpointing": "names", "names": ["norm", "first"]}},
-        {"parallel": {"threads": 1, "reduction": "tree"}},
-        {"anomaly": {"nonfinite": "skip"}},
-    ],
-)
-def test_no_option_counts_a_call_twice(sections: dict[str, Any]) -> None:
-    states = [trained(built(Task("sometimes"), 4, **more)) for more in ({}, sections)]
-    assert_near(states[1], states[0])
-
-
 def on_rank(world: World, kind: str, reduction: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     parallel = {"threads": 1, "reduction": reduction, "find_unused_parameters": reduction == "all_reduce"}

@@ -206,18 +206,6 @@ def test_neither_a_loss_scale_nor_the_layout_in_memory_matters() -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
 
 
-def test_a_state_dict_goes_on_where_it_was() -> None:
-    net, optimizer = make_net()
-    learn(net, optimizer, range(3))
-    other, loaded = make_net()
-    other.load_state_dict(copy.deepcopy(net.state_dict()))
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert same(contents(net, optimizer), contents(other, loaded))
-    learn(net, optimizer, range(3, 6))
-    learn(other, loaded, range(3, 6))
-    assert same(contents(net, optimizer), contents(other, loaded))
-
-
 def test_parameters_without_a_gradient_stay_and_a_closure_is_called() -> None:
     net, optimizer = make_net()
     frozen: list[torch.Tensor] = [*net.wide.parameters(), *net.norm.parameters()]

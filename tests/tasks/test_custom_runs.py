@@ -142,16 +142,6 @@ def test_beside_another_thread_it_is_refused() -> None:
         end.set()
 
 
-def test_it_can_be_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["new", "mine.py"])
-    with (here / "mine.py").open("a") as file:
-        file.write("\n    def predict(self, model, options):\n")
-        file.write("        print(model(torch.zeros(1, 2)).shape)\n        return 0\n")
-    trainer.fit("mine.py", {"epochs": 1, "parallel.threads": 1}, out="run")
-    assert main(["predict", "run", "--task", "mine.py"]) == 0
-    assert "torch.Size([1, 2])" in capsys.readouterr().out
-
-
 def test_the_walk_through(here: Path) -> None:
     """Every Python block of docs/your-own-task.md, one after another."""
     blocks = re.findall(r"^```python\n(.*?)^```$", WALK.read_text(), re.MULTILINE | re.DOTALL)
