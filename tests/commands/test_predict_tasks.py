@@ -144,13 +144,6 @@ def test_text_goes_on_and_moves_no_cursor(letters: Path, capsys: pytest.CaptureF
         refusal(main(["predict", str(letters), *words]), capsys.readouterr().err)
 
 
-def test_text_is_evaluated_without_classes(letters: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(letters), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["metrics"]["loss"] == json.loads((letters / "manifest.json").read_text())["summary"]["loss"]
-    assert "confusion" not in told
-
-
 def test_boxes_are_told_in_the_files_pixels_and_drawn(
     squares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

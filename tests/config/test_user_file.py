@@ -196,14 +196,6 @@ def test_what_a_task_imports_from_its_folder_is_part_of_it(tmp_path: Path) -> No
     assert source_hash(task) == last
 
 
-def test_moved_together_it_is_the_same_task(tmp_path: Path) -> None:
-    task = write(tmp_path / "a", task="import net", net="x = 1")
-    before = source_hash(task)
-    (tmp_path / "a").rename(tmp_path / "b")
-    (tmp_path / "b" / "task.py").rename(tmp_path / "b" / "yours.py")
-    assert source_hash(tmp_path / "b" / "yours.py") == before
-
-
 def test_names_made_at_run_time_take_in_the_folder(tmp_path: Path) -> None:
     task = write(
         tmp_path,

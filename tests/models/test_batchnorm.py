@@ -206,16 +206,6 @@ def test_ranks_may_share_the_micro_batches_as_they_like(ranks: Ranks) -> None:
         assert_near(state, alone)
 
 
-def synchronized(world: World) -> dict[str, torch.Tensor]:
-    parallel = {"threads": 1, "sync_batchnorm": True, "find_unused_parameters": True}
-    return trained(built(Task("recurrent"), 4, world, parallel=parallel))
-
-
-def test_synchronized_layers_count_each_call_too(ranks: Ranks) -> None:
-    for state in ranks.run(2, synchronized):
-        assert_near(state, trained(built(Task("recurrent"), 8)), 1e-9)
-
-
 def test_a_skipped_step_leaves_them_and_a_momentum_may_change() -> None:
     layer, theirs = nn.BatchNorm1d(2, dtype=F64), nn.BatchNorm1d(2, dtype=F64)
     statistics = StepStatistics(layer, None)

@@ -17,7 +17,6 @@ from torch import nn
 import trainer
 from tests.helpers import forked, preloaded
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.config.recipe import Recipe
@@ -30,12 +29,6 @@ WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"
 
 def recipe_of(path: Path, **sections: Any) -> Recipe:
     return validated(Recipe, {**read_recipe(str(path)), **sections}, str(path))
-
-
-def test_a_new_task_trains_at_once(here: Path) -> None:
-    assert main(["new", "mine.py"]) == 0
-    run = trainer.fit("mine.py", {"epochs": 6, "parallel.threads": 1}, out="run")
-    assert run.metrics["accuracy"] > 0.9 and read_rows(here / "run", ("eval",))
 
 
 def test_an_existing_file_stays_as_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,6 @@ from trainer.data.formats.documents import SEGMENT, TARGETS, packed, padded
 from trainer.data.formats.text import Text
 from trainer.data.formats.tokens import TOKENS
 from trainer.data.sampling.group_order import in_buckets
-from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
 from trainer.models.gpt import place_in_segment, rotary_table, rotate
 from trainer.tasks.language import Language
@@ -163,13 +162,6 @@ def test_buckets_keep_their_samples_together(
         len(set(bucket[run // micro_batch == number])) > 1 for number in np.unique(run // micro_batch)
     )
     assert mixed <= len(buckets) + 2, "but for the rests"
-
-
-def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
-    plan = Plan(64, 4, 4, 2, "cross", 3, buckets=(32, 32))
-    first, second = (plan.read(np.arange(16) + 16 * epoch).sample for epoch in range(2))
-    assert {tuple(sorted(row)) for row in first.tolist()} != {tuple(sorted(row)) for row in second.tolist()}
-    assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "micro-batches of both come mixed"
 
 
 def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.refusals import refused
 from tests.helpers.small_gpt import SMALL, make_model
-from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.toys import make_recipe
 from trainer.commands.predict.text import encoder_of
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
@@ -22,7 +22,6 @@ from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokens import TOKENS
 from trainer.models.gpt import generated
 from trainer.train.components.task import check_request, make_task
-from trainer.train.step import train_step
 
 
 def run_of(folder: Path, **language: Any) -> tuple[Recipe, Any]:
@@ -40,17 +39,6 @@ def token_folder(folder: Path, text: bytes = b"to be or not to be, that is the q
         source.write_bytes(text)
         tokenize(source, folder / f"{name}.bin", "bytes", force=True)
     return folder
-
-
-@pytest.mark.parametrize("way", ["stream", "padded"])
-def test_token_files_are_read_in_every_way(tmp_path: Path, way: str) -> None:
-    recipe, task = run_of(token_folder(tmp_path), text=way)
-    check_request(recipe, task, 1)
-    run = build_alone(recipe, task)
-    train_step(run, run.loader(run.share.batches()), 0)
-    assert 4 < float(run.state.loss) < 7, "about the logarithm of 257"
-    about = task.describe()
-    assert (about["vocabulary"], about["tokenizer"], about["end_of_document"]) == (257, "bytes", 256)
 
 
 def test_a_token_above_the_vocabulary_is_found(tmp_path: Path) -> None:

@@ -397,13 +397,3 @@ def test_each_figure_is_divided_by_its_own_counts() -> None:
     assert rows.metrics["width"] == PLACES
     for name, value in run.metrics.items():
         assert rows.metrics[name] == pytest.approx(value, rel=1e-12)
-
-
-def test_means_of_what_summarize_gets() -> None:
-    values = {
-        "a": torch.tensor([1, 2, 4]),
-        "b": (torch.tensor([[1.0, torch.nan], [3.0, 5.0]]), torch.tensor([[True, False], [True, True]])),
-        "c": torch.tensor([True, False]),
-    }
-    assert means(values) == {"a": pytest.approx(7 / 3), "b": 3.0, "c": 0.5}
-    assert means(values, "b") == {"b": 3.0}
