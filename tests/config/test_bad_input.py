@@ -108,7 +108,7 @@ COMMANDS = [
     ("train bomb.yaml", "bomb.yaml 10000"),
     ("train deep.yaml", "deep.yaml YAML"),
     ("train big.yaml", "big.yaml 1 MiB"),
-    ("train slip.yaml", "slip.yaml epoch epochs 1"),
+    ("train slip.yaml", "slip.yaml 'epoch' epochs 1"),
 ]
 CASES = [*((f"train digits {words}", names) for words, names in SETTINGS), *COMMANDS]
 
