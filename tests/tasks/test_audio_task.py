@@ -2,7 +2,6 @@
 before training; the embedded recipe learns, and goes on with the same bits.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import preloaded
 from tests.helpers.refusals import refused
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe
@@ -89,15 +87,6 @@ def test_masks_are_for_training_only() -> None:
     task.measure(Looks(), batch)
     torch.testing.assert_close(seen[1], task.inputs(batch)[0], atol=0, rtol=0)
     assert bool((seen[0] != seen[1]).any())
-
-
-@pytest.mark.slow  # the whole recipe; a shortened one runs above
-def test_the_recipe_reads_99_of_100_keys(tmp_path: Path) -> None:
-    words = ["--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
-    done = preloaded.run([sys.executable, "-m", "trainer", "train", "dtmf", *words], timeout=3600)
-    assert done.returncode == 0, done.stderr
-    (accuracy,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  accuracy")]
-    assert float(accuracy) >= 0.99
 
 
 def write(path: Path, rate: int = 8000) -> None:

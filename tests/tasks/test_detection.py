@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.helpers import preloaded
 from tests.helpers.refusals import refused
+from tests.helpers.rows import read_rows
 from tests.helpers.steps import assert_same_bits, train_some
 from tests.helpers.toys import make_recipe
 from trainer.config.model import ModelConfig
@@ -170,15 +171,17 @@ def test_the_embedded_recipe_goes_on_with_the_same_bits() -> None:
     assert_same_bits(state, resumed)
 
 
-@pytest.mark.slow  # the whole recipe, minutes; a shortened one runs above
-def test_the_recipe_finds_four_of_five_digits(tmp_path: Path) -> None:
-    from tests.helpers.rows import read_rows
-
+@pytest.mark.slow  # whole recipes, minutes
+@pytest.mark.parametrize(
+    ("name", "figure", "least"), [("digits-detection", "map_50", 0.80), ("dtmf", "accuracy", 0.99)]
+)
+def test_an_embedded_recipe_reaches_what_it_should(
+    name: str, figure: str, least: float, tmp_path: Path
+) -> None:
     words = ["--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
-    done = preloaded.run([sys.executable, "-m", "trainer", "train", "digits-detection", *words], timeout=3600)
+    done = preloaded.run([sys.executable, "-m", "trainer", "train", name, *words], timeout=3600)
     assert done.returncode == 0, done.stderr
-    last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"][-1]
-    assert last["map_50"] >= 0.80
+    assert read_rows(tmp_path / "run", ("eval",))[-1][figure] >= least
 
 
 def test_padding_is_not_shown_to_torchvisions_models() -> None:
