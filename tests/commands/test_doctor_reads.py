@@ -18,9 +18,6 @@ from trainer.config.recipe_file import provisional, recipe_names
 from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
 # GPUs
 
 

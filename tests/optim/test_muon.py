@@ -57,13 +57,6 @@ def loss_of(net: nn.Module, number: int) -> torch.Tensor:
     return F.cross_entropy(net(image), torch.randint(0, 3, (8,), generator=generator))
 
 
-def learn(net: nn.Module, optimizer: torch.optim.Optimizer, batches: range) -> None:
-    for number in batches:
-        optimizer.zero_grad()
-        loss_of(net, number).backward()
-        optimizer.step()
-
-
 def contents(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     slots = [slot for state in optimizer.state.values() for slot in state.values()]
     return [tensor.detach().clone() for tensor in (*net.parameters(), *slots)]

@@ -143,10 +143,6 @@ def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return {"loss": model(batch.fields["x"])[:, 0], "score": batch.fields["x"][:, 0]}
 
 
-def broken(_: Small, rows: Any) -> Any:
-    return {"auc": float(rows["scores"].sum())}
-
-
 def counting(num_items: Any) -> dict[str, Any]:
     x = np.ones((10, 2), np.float32)
     part = {"x": x, "y": x[:, :1], "num_items": num_items}
