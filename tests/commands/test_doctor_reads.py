@@ -18,9 +18,6 @@ from trainer.config.recipe_file import provisional, recipe_names
 from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
 # GPUs
 
 
@@ -64,15 +61,11 @@ def nvml(gpus: int = 2, init: int = 0, lost: tuple[int, ...] = (), **more: Any) 
     )
 
 
-def test_gpus(tmp_path: Path) -> None:
+def test_gpus_and_those_of_other_jobs_which_are_not_lost(tmp_path: Path) -> None:
     write(tmp_path, {"dev/nvidiactl": ""})
     found = read_gpus(nvml(), tmp_path, {})
     assert (found.driver, found.nodes, found.problem) == ("570.86", True, "")
-    one = found.cards[0]
-    assert (one.name, one.architecture) == ("NVIDIA GeForce RTX 4090", "sm_89")
-
-
-def test_gpus_of_other_jobs_are_not_lost(tmp_path: Path) -> None:
+    assert (found.cards[0].name, found.cards[0].architecture) == ("NVIDIA GeForce RTX 4090", "sm_89")
     assert len(read_gpus(nvml(lost=(1,), code=4), tmp_path, {}).cards) == 1
     assert len(read_gpus(nvml(lost=(1,)), tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}).cards) == 1
     for at_once in (True, False):  # no handle, or no answer
@@ -160,12 +153,6 @@ def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
     libraries = (f"{root}/cuda/libcublasLt.so.12", f"{root}/cuda/libcudnn.so.9")
     assert found.searched == ("/x/libnccl.so.2", *libraries)
     assert read_software(paths[:1], root, f"{root}/user", {}).shadowed == ()
-
-
-def test_a_torch_for_cpus(tmp_path: Path) -> None:
-    write(tmp_path, {"torch/version.py": "__version__ = '2.9.1+cpu'\ncuda: Optional[str] = None"})
-    found = read_software([str(tmp_path)], tmp_path, "", {})
-    assert (found.torch, found.cuda) == ("2.9.1+cpu", "")
 
 
 # What a recipe needs

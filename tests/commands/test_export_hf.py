@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.helpers.chat_folders import CHATML, chat_folder
 from tests.helpers.forked import attempt
@@ -23,7 +24,8 @@ from trainer.data.formats.chat import open_tokenizer
 from trainer.models.hf import hf_model
 
 pytestmark = [NEEDS, pytest.mark.usefixtures("here")]
-SAVED = {"lora": {"rank": 2, "alpha": 8.0, "modules_to_save": ["embed_tokens"]}}
+NAMED = {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "lm_head"]}
+SAVED = {"rank": 2, "alpha": 8.0, "modules_to_save": ["embed_tokens"]}
 
 
 def trained(folder: Path, family: str, text: str = "packed", wild: float = 0.0, **model: Any) -> Path:
@@ -38,61 +40,42 @@ def trained(folder: Path, family: str, text: str = "packed", wild: float = 0.0, 
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "to"),
+    ("family", "text", "lora", "written"),
     [
-        ("gemma2", {}, "transformers"),
-        ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "lm_head"]}}, "peft"),
-        ("qwen3", SAVED, "peft"),  # whose head is the embedding
+        ("gpt_neox", "packed", {}, ["transformers-fp32", "transformers-bf16"]),
+        ("llama", "packed", NAMED, ["peft-fp32", "transformers-bf16"]),
+        # Its head is the embedding.
+        ("qwen3", "padded", SAVED, ["transformers-fp32", "peft-fp32", "peft-bf16"]),
     ],
 )
 def test_the_library_computes_what_was_trained(
-    family: str, model: dict[str, Any], to: str, tmp_path: Path
+    family: str, text: str, lora: dict[str, Any], written: list[str], tmp_path: Path
 ) -> None:
-    run = trained(tmp_path, family, **model)
-    assert main(["export", str(run), "--to", to]) == 0
-    made = run / "export" / f"{to}-fp32"
-    about = json.loads((made / "model.json").read_text())
-    assert about["checked"]["relative_error"] <= 1e-5
-    assert (made / "chat_template.jinja").read_text() == "{{ messages }}"
-    if to == "peft":
-        facts = json.loads((made / "adapter_config.json").read_text())
-        assert facts["base_model_name_or_path"] == str((tmp_path / "base").resolve())
-        layers = 14 if model is SAVED else 3
-        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, layers)
-        assert facts.get("modules_to_save") == (["model.embed_tokens"] if model is SAVED else None)
-        assert facts.get("ensure_weight_tying", False) == (family == "qwen3")
-    else:
-        assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
-
-
-@pytest.mark.parametrize(
-    ("family", "text", "to", "lora"),
-    [
-        ("llama", "packed", "transformers", {"rank": 2, "alpha": 8.0}),
-        ("gpt_neox", "packed", "transformers", {}),
-        ("qwen3", "padded", "peft", SAVED["lora"]),
-    ],
-)
-def test_bfloat16_is_each_weight_rounded_however_far_that_moves_the_outputs(
-    family: str, text: str, to: str, lora: dict[str, Any], tmp_path: Path
-) -> None:
-    """Of deep models and of wild ones by more than any limit, and by anything at padding."""
+    """In bfloat16 each weight is rounded, however far that moves a deep or a wild model's outputs."""
     run = trained(tmp_path, family, text, 2.0, **({"lora": lora} if lora else {}))
-    assert main(["export", str(run), "--to", to, "--dtype", "bf16"]) == 0
-    made = run / "export" / f"{to}-bf16"
-    checked = json.loads((made / "model.json").read_text())["checked"]
-    assert checked["relative_error"] <= checked["limit"]
-    assert to == "peft" or checked["rounding"] > (2e-2 if family == "llama" else 1e-3)
-    if to != "transformers":
-        return
-    assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
-    with (
-        safe_open(made / "model.safetensors", framework="pt") as low,
-        safe_open(run / "model.safetensors", framework="pt") as exact,
-    ):
-        for name in low.keys():  # noqa: SIM118  (no mapping)
-            other = name.replace("embed_out.", "lm_head.") if family == "gpt_neox" else name
-            assert torch.equal(low.get_tensor(name), exact.get_tensor(other).to(torch.bfloat16)), name
+    for name in written:
+        to, dtype = name.split("-")
+        assert main(["export", str(run), "--to", to, "--dtype", dtype]) == 0
+        made = run / "export" / name
+        checked = json.loads((made / "model.json").read_text())["checked"]
+        assert checked["relative_error"] <= (1e-5 if dtype == "fp32" else checked["limit"])
+        assert (made / "chat_template.jinja").read_text() == "{{ messages }}"
+        if to == "peft":
+            facts = json.loads((made / "adapter_config.json").read_text())
+            assert facts["base_model_name_or_path"] == str((tmp_path / "base").resolve())
+            layers = 14 if lora is SAVED else 3
+            assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, layers)
+            assert facts.get("modules_to_save") == (["model.embed_tokens"] if lora is SAVED else None)
+            assert facts.get("ensure_weight_tying", False) == (lora is SAVED)
+            continue
+        low = dtype == "bf16"
+        assert json.loads((made / "config.json").read_text())["dtype"] == ("bfloat16" if low else "float32")
+        if low:
+            assert checked["rounding"] > (2e-2 if family == "llama" else 1e-3)
+            exact = load_file(run / "model.safetensors")
+            for key, tensor in load_file(made / "model.safetensors").items():
+                other = key.replace("embed_out.", "lm_head.") if family == "gpt_neox" else key
+                assert torch.equal(tensor, exact[other].to(torch.bfloat16)), key
 
 
 def test_one_bit_that_was_written_otherwise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

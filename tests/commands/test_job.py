@@ -21,7 +21,6 @@ from tests.helpers.job_files import (
 )
 from tests.helpers.refusals import refusal
 from trainer.cli import main
-from trainer.launch.nodes import find_nodes, is_rank
 
 PLACES = ("slurm", "kubernetes", "kubeflow", "docker")
 TEXT = st.text(
@@ -132,24 +131,6 @@ def test_a_template_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
         f"slurm /v/bin/trainer train digits --nproc-per-node 1 --out '{out}' --grace 90 "
         f"--set 'about='\"'\"'x y'\"'\"'' {out}\n"
     )
-
-
-# What the operators set (kubeflow/trainer: pkg/runtime/framework/plugins/torch/torch.go of v2.0.0 to
-# v2.3.0; pkg/controller.v1/pytorch/{envvar,master}.go of v1.7.0 to v1.9.4).
-V2 = "PET_NNODES=3 PET_NPROC_PER_NODE=2 PET_NODE_RANK=1 PET_MASTER_ADDR=mine-0.mine PET_MASTER_PORT=29500"
-V1 = (
-    "PET_NNODES=3 PET_NODE_RANK=1 PET_MASTER_ADDR=mine-0 PET_MASTER_PORT=30000 "
-    "PET_RDZV_BACKEND=c10d MASTER_ADDR=mine-0 MASTER_PORT=30000 RANK=1 WORLD_SIZE=6"
-)
-
-
-@pytest.mark.parametrize("words", [V1, V2], ids=["v1", "v2"])
-def test_nodes_find_each_other_by_what_kubeflow_sets(words: str) -> None:
-    variables = dict(word.split("=") for word in words.split())
-    found = find_nodes(variables, None, None, None, None)
-    assert found
-    assert found[:4] == (3, 1, variables["PET_MASTER_ADDR"], int(variables["PET_MASTER_PORT"]))
-    assert not is_rank(variables)
 
 
 # A launcher that ends with 75 after USR1, with 76 after TERM, and says when it is ready.

@@ -11,7 +11,6 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EX
 
 # The schemas of Kubernetes build parsers for seconds, once in a process.
 pytestmark = pytest.mark.xdist_group("json schema")
-
 PLACES = ("kubernetes", "kubeflow")
 SEVERAL = ("--nodes", "3", "data.micro_batch_size=1", "data.global_batch_size=24")
 FULL = "--gpus-per-node TYPE:4 --volume data:/data:ro --volume cache:/cache --env-from wandb --namespace lab"

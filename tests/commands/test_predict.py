@@ -76,22 +76,6 @@ def test_what_is_no_image_is_named_and_the_others_are_shown(
     assert (told.out, told.err.count("\n")) == ("", 2)
 
 
-def test_without_files_the_mistakes_of_the_evaluation_come_first(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", str(run), "--samples", "30", "--top", "2"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    shown = [line for line in lines if line[0] == "sample"]
-    assert len(shown) == 30
-    wrong = [line[2] != line[4] for line in shown]
-    assert wrong == sorted(wrong, reverse=True)
-    assert 1 < sum(wrong) < 30
-    surest = [float(line[3].rstrip("%")) for line in shown[: sum(wrong)]]
-    assert surest == sorted(surest, reverse=True)
-    (summary,) = (line for line in lines if line[1:2] == ["of"])
-    assert int(summary[2]) - int(summary[0]) == sum(wrong)
-
-
 def test_a_task_of_ones_own_may_say_how_it_is_shown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_run(run)
 

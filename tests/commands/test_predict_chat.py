@@ -24,7 +24,6 @@ from trainer.observe.text import printable
 from trainer.train.model_of_run import open_run
 
 pytestmark = NEEDS
-
 END, TURN, TEMPLATE = 250, 251, 252
 
 
@@ -67,15 +66,8 @@ class Says(torch.nn.Module):
         return logits
 
 
-OPTIONS: dict[str, Any] = {
-    "files": [],
-    "out": None,
-    "tokens": 40,
-    "temperature": 0.0,
-    "seed": 0,
-    "top_p": 1.0,
-}
-OPTIONS |= {"top_p": 1.0, **dict.fromkeys(("tokenizer", "system", "prompts"))}
+NONE = ("files", "out", "tokenizer", "system", "prompts")
+OPTIONS: dict[str, Any] = {"tokens": 40, "temperature": 0.0, "seed": 0, "top_p": 1.0, **dict.fromkeys(NONE)}
 
 
 def answered(model: Says, chat: Chat, folder: Path | None = None, **options: Any) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -16,14 +17,17 @@ import safetensors.torch
 import torch
 
 from tests.helpers import preloaded
-from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from tests.helpers.poison import SEED, poison
 from tests.helpers.refusals import named, refused
 from trainer.cli import main
-from trainer.commands.verify import replay as replaying
+from trainer.commands.verify import replay as replaying, verify as verifying
 from trainer.commands.verify.recorded import Segment, parts_of, read_recorded
 from trainer.config.recipe_file import load_recipe
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -114,6 +118,7 @@ def test_a_changed_configuration_is_named(tmp_path: Path, whole: Path, capsys: C
         (lambda m: m["config"].update(lrr=1), "lrr"),
         (lambda m: m["config"]["data"].update(name="folder", path="/nowhere"), "/nowhere"),
         (lambda m: m["fingerprint"].update({"training data": "x"}), "training"),
+        (lambda m: m.update(fingerprint={}), "training data"),
         (lambda m: m["config"]["data"].update(path="https://***@h/x"), "data.path"),
         (
             lambda m: m["attempts"].append(
@@ -152,44 +157,23 @@ def test_a_replay_that_is_stopped_proves_nothing(
         return attempt(request.out, recipe, request.resume, stop_at=3).code
 
     monkeypatch.setattr(replaying, "start", start)
-    for words in ([], ["--steps", "6"]):
-        assert main(["verify", str(whole), *words]) == 1
-        told = capsys.readouterr()
-        assert told.err and "identical" not in told.out
+    assert main(["verify", str(whole), "--steps", "6"]) == 1
+    told = capsys.readouterr()
+    assert told.err and "identical" not in told.out
     for code in (1, 2, 76):
         monkeypatch.setattr(replaying, "start", lambda *_, code=code: code)
         assert main(["verify", str(whole)]) == code
 
 
-def rows(name: str, edit: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], object]:
-    """Edits the rows of a file."""
-
-    def change_rows(folder: Path) -> None:
-        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        edit(lines)
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    return change_rows
-
-
-def of_kind(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [line for line in lines if line["kind"] == kind]
-
-
-METRICS, TRACE = "metrics.jsonl", "checksums.jsonl"
-
-
 @pytest.mark.usefixtures("forked")
 def test_an_extended_run_is_replayed_as_it_was_trained(tmp_path: Path, capsys: Capsys) -> None:
-    """Up to the old end by the old configuration, with its schedule and its evaluation; extended twice."""
+    """Up to the old end by the old configuration, with its schedule and its evaluation."""
     folder = tmp_path / "run"
-    assert attempt(folder, small(max_steps=6)).code == 0
-    assert attempt(folder, small(max_steps=9, optim={"lr": 0.002}), "force").code == 0
-    assert attempt(folder, small(max_steps=12, optim={"lr": 0.002}), "force", stop_after=11).code == 75
-    told = verify(folder, code=0, capsys=capsys)
-    assert named(told, "identical 10 12")
+    assert attempt(folder, small(max_steps=4)).code == 0
+    assert attempt(folder, small(max_steps=8, optim={"lr": 0.002}), "force", stop_after=7).code == 75
+    assert named(verify(folder, code=0, capsys=capsys), "identical 6 8")
     changed = [one["changed"] for one in json.loads((folder / "manifest.json").read_text())["attempts"]]
-    assert changed[1] == ["max_steps: 6, now 9", "optim.lr: 0.001, now 0.002"]
+    assert changed[1] == ["max_steps: 4, now 8", "optim.lr: 0.001, now 0.002"]
 
 
 @pytest.mark.usefixtures("forked")
@@ -278,3 +262,95 @@ def test_the_ranks_that_are_asked_for(
     assert replaying.ranks_wanted(options, device) == wanted
     with refused("--gpus 2"):
         replaying.ranks_wanted(argparse.Namespace(gpus="2", nproc_per_node=None), "cpu")
+
+
+# --- what is missing of a run's files, or was changed ---
+
+
+def rows(name: str, edit: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], object]:
+    """Edits the rows of a file."""
+
+    def change_rows(folder: Path) -> None:
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        edit(lines)
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return change_rows
+
+
+def of_kind(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+METRICS, TRACE = "metrics.jsonl", "checksums.jsonl"
+
+
+def manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder, edit)
+
+
+def flip(lines: list[dict[str, Any]]) -> None:
+    """Flips a bit of what was recorded of steps 10 and 12."""
+    for step, tensor in ((10, "blocks.1.conv1.weight"), (12, "stem.weight")):
+        place = lines[0]["tensors"].index(tensor)
+        for line in of_kind("train", lines[1:]):
+            if line["step"] == step:
+                line["tensors"][place] = f"{int(line['tensors'][place], 16) ^ 1 << 40:016x}"
+
+
+def changed_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights["stem.weight"].view(-1)[0] *= -1
+    safetensors.torch.save_file(weights, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    change(folder, lambda m: m["weights"].update({file.name: digest}))
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"x")
+    digest = hashlib.sha256(b"x").hexdigest()
+    change(folder, lambda m: m["weights"].update({"model.safetensors": digest}))
+
+
+TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "loss": (rows(METRICS, lambda lines: of_kind("train", lines)[3].update(loss=0.01)), METRICS),
+    "file of metrics": (lambda folder: (folder / METRICS).unlink(), METRICS),
+    "configuration": (manifest(lambda m: m["config"].update(about="another")), "manifest.json hash"),
+    "row of the trace": (rows(TRACE, lambda lines: lines.remove(of_kind("train", lines)[4])), "10 train"),
+    "end of the trace": (rows(TRACE, lambda lines: lines.__delitem__(slice(5, None))), TRACE),
+    "a flipped bit": (rows(TRACE, flip), "9 10 blocks.1.conv1.weight 1 environment"),
+    "names": (rows(TRACE, lambda lines: lines[0]["tensors"].pop()), TRACE),
+    "changed weights": (changed_weights, "model.safetensors stem.weight 1"),
+    "weights": (lambda folder: (folder / "ema.safetensors").unlink(), "ema.safetensors"),
+    "no weights": (no_weights, "model.safetensors"),
+    "hash of weights": (manifest(lambda m: m["weights"].pop("model.safetensors")), "model.safetensors"),
+    "other hash": (manifest(lambda m: m["weights"].update({"model.safetensors": "00"})), "model.safetensors"),
+}
+
+
+@pytest.fixture
+def copied(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replay of the whole run would leave, without one."""
+
+    def replay(*arguments: Any) -> int:
+        for name in ("manifest.json", TRACE, "model.safetensors", "ema.safetensors"):
+            shutil.copy(whole / name, arguments[3])
+        return 0
+
+    monkeypatch.setattr(verifying, "replay", replay)
+
+
+@pytest.mark.usefixtures("copied")
+def test_what_was_not_touched_is_no_difference(whole: Path, capsys: Capsys) -> None:
+    assert named(verify(whole, code=0, capsys=capsys), "model.safetensors ema.safetensors")
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize(("tamper", "says"), TAMPERED.values(), ids=TAMPERED)
+def test_what_is_missing_or_was_changed_is_a_difference(
+    tmp_path: Path, whole: Path, capsys: Capsys, tamper: Callable[[Path], object], says: str
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    tamper(folder)
+    assert named(verify(folder, code=1, capsys=capsys), says)

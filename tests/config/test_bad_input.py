@@ -22,7 +22,6 @@ from trainer.version import __version__
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("nothing_starts")
 
-
 YAMLS = {
     "text.yaml": "just words",
     "torn.yaml": "optim: {lr: 0.1",
@@ -109,7 +108,7 @@ COMMANDS = [
     ("train bomb.yaml", "bomb.yaml 10000"),
     ("train deep.yaml", "deep.yaml YAML"),
     ("train big.yaml", "big.yaml 1 MiB"),
-    ("train slip.yaml", "slip.yaml epoch epochs 1"),
+    ("train slip.yaml", "slip.yaml 'epoch' epochs 1"),
 ]
 CASES = [*((f"train digits {words}", names) for words, names in SETTINGS), *COMMANDS]
 

@@ -81,7 +81,7 @@ def test_yaml_has_bounds(name: str) -> None:
 
 def test_what_a_dumper_wrote_is_read_as_it_meant() -> None:
     assert parse_dumped("a: 1e5\nb: 1.0e-05\nc: 'on'\nd: true\n", "x") == {
-        **{"a": "1e5", "b": 1e-05, "c": "on", "d": True},
+        **{"a": "1e5", "b": 1e-05, "c": "on", "d": True}
     }
 
 

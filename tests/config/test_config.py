@@ -12,19 +12,15 @@ from trainer.config.elsewhere import COMMAND_WORDS, SETTING_WORDS, setting_meant
 from trainer.config.formats import FORMATS
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import (
-    make_recipe,
-    override,
-    parse_recipe,
-    read_recipe,
-    recipe_names,
-)
+from trainer.config.recipe_file import make_recipe, override, parse_recipe, read_recipe, recipe_names
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.train.components.task import check_request, make_task
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_can_be_trained(name: str, tmp_path: Path) -> None:
+def test_every_recipe_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.builtin.boxes.TRAIN", 96)
+    monkeypatch.setattr("trainer.data.builtin.boxes.TEST", 12)
     values = read_recipe(name)
     if values.get("model", {}).get("name", "").startswith(HF):  # a model that is here stands in
         pytest.importorskip("transformers")
@@ -32,20 +28,9 @@ def test_every_recipe_can_be_trained(name: str, tmp_path: Path) -> None:
         values = override(values, [f"model.name={HF}{folder}"])
     assert values["about"]
     recipe = validated(Recipe, values, name)
-    if (
-        FORMATS[recipe.data.name].place != "nowhere"
-    ):  # the real ones: random data of the same shapes stands in
+    if FORMATS[recipe.data.name].place != "nowhere":  # random data of the same shapes stands in
         recipe = validated(Recipe, override(values, ["data.name=synthetic", "data.path=null"]), name)
     check_request(recipe, make_task(recipe), world_size=1)
-
-
-def test_every_key_has_a_description() -> None:
-    keys = list(describe(Recipe))
-    assert len(keys) > 40
-    assert all(key.description and key.type for key in keys)
-    assert {"seed", "optim.lr", "data.micro_batch_size", "precision.mode", "log.every"} <= {
-        key.name for key in keys
-    }
 
 
 def test_help_config_shows_every_key_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,17 +53,11 @@ def test_a_recipe_that_is_printed_is_that_recipe(tmp_path: Path, capsys: pytest.
     assert main(["recipes", "digist"]) == 2
 
 
-def test_overrides_are_typed_and_leave_the_rest() -> None:
-    settings = ["optim.lr=1e-3", "model.blocks=[2, 2]", "data.path=/x", "data.name=folder", "about='a: b'"]
+def test_overrides_are_typed_and_a_mapping_keeps_the_rest() -> None:
+    settings = ["optim={lr: 1e-3}", "model.blocks=[2, 2]", "data.path=/x", "data.name=folder", "about='a: b'"]
     recipe = validated(Recipe, override(read_recipe("digits"), settings), "digits")
     assert (recipe.optim.lr, recipe.model.blocks, recipe.about) == (0.001, (2, 2), "a: b")
-    assert recipe.data.path == Path("/x")
-    assert recipe.optim.name == "adamw"
-
-
-def test_a_mapping_changes_what_it_names_and_keeps_the_rest() -> None:
-    recipe = validated(Recipe, override(read_recipe("digits"), ["optim={lr: 0.5}"]), "digits")
-    assert (recipe.optim.lr, recipe.optim.max_grad_norm) == (0.5, 1.0)
+    assert (recipe.data.path, recipe.optim.max_grad_norm) == (Path("/x"), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,8 @@
 import pytest
 
 from tests.helpers.refusals import named
-from trainer.config.idle import condition, idle_keys, idle_length, own_defaults, typed_keys
-from trainer.config.models import MODELS
-from trainer.config.optimizers import OPTIMIZERS
+from trainer.config.idle import idle_keys, idle_length, own_defaults, typed_keys
 from trainer.config.recipe_file import load_recipe, make_recipe
-from trainer.config.training import OptimConfig
 
 
 @pytest.mark.parametrize(
@@ -39,13 +36,6 @@ def test_an_idle_key_is_named_with_the_choice(recipe: str, setting: str, choice:
 )
 def test_a_key_that_is_read_is_not(recipe: str, settings: list[str]) -> None:
     assert not list(idle_keys(load_recipe(recipe, settings), typed_keys(settings)))
-
-
-def test_the_tables_say_what_is_read() -> None:
-    for name, one in OPTIMIZERS.items():
-        for key in one.reads:
-            assert (found := condition(OptimConfig, key)) is not None and name in found.values
-    assert all({"width", "blocks"} <= {*one.reads} or not one.reads for one in MODELS.values())
 
 
 def test_of_epochs_and_max_steps_the_later_end_is_idle() -> None:

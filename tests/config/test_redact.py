@@ -54,10 +54,7 @@ def test_a_value_goes_within_base64(before: bytes, after: bytes, url: bool) -> N
     assert REDACTED in cleaned and len(cleaned) <= (len(before) + len(after)) * 4 / 3 + 12
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["short", "1234567890", "/run/secrets/token.json", "Accuracy"],
-)
+@pytest.mark.parametrize("value", ["short", "1234567890", "/run/secrets/token.json", "Accuracy"])
 def test_short_values_numbers_paths_and_words_of_the_configuration_are_none(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

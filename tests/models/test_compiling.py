@@ -148,30 +148,6 @@ def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope
         assert any(note.startswith(f"compiling the {scope}") for note in notes)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_dropout_is_recomputed_alike(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without checkpointing: the same gradients, though dropout is drawn inside compiled code."""
-    compile_by(monkeypatch, backend)
-
-    def losses(memory: dict[str, Any]) -> list[float]:
-        torch._dynamo.reset()
-        recipe = make_recipe(
-            data={"global_batch_size": 8, "micro_batch_size": 8},
-            epochs=4,
-            optim={"lr": 0.05},
-            compile={"mode": "default", "scope": "blocks"},
-            memory=memory,
-        )
-        run = build_alone(recipe, TokenTask(16, dtype=torch.float32, blocks=2, dropout=0.5))
-        batches = run.loader(run.share.batches())
-        run.replica.train()
-        for step in range(8):
-            train_step(run, batches, step)
-        return [float(run.state.loss), *(float(p.detach().sum()) for p in run.gradients.parameters)]
-
-    assert losses({"checkpointing": "blocks"}) == pytest.approx(losses({}), rel=1e-5)
-
-
 def one_rank_cannot(world: World) -> list[str]:
     compiling_there = world.rank == 0
     recipe = make_recipe(compile={"mode": "default"}, data={"global_batch_size": 8, "micro_batch_size": 4})

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from huggingface_hub import constants
 
 from tests.helpers.hf_models import NEEDS, PLACES, WORDS, folder_of, made
 from tests.helpers.refusals import refused
-from tests.models.test_pretrained import NEW, OLD, Hub
+from tests.models.test_pretrained import NEW, OLD, Hub, ask_here
 from trainer.config.recipe import Recipe
 from trainer.models.hf import hf_model
 from trainer.models.hf_files import files_hash, find_model, hf_vocabulary, weight_files
@@ -89,15 +88,20 @@ def server() -> Iterator[Hub]:
     hub.close()
 
 
+def takes_over(folder: Path, family: str) -> str:
+    """Loads a folder's files into a model, which then is the library's; returns what is said of them."""
+    model, theirs = hf_model(f"hf/{folder}", PLACES), made(family).state_dict()
+    said = load_initial(model, folder, None)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    return said
+
+
 def test_shards_are_one_model(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
     before = files_hash(folder)
     to_shards(folder)
     assert [file.name for file in weight_files(folder)] == ["a.safetensors", "b.safetensors"]
-    model = hf_model(f"hf/{folder}", PLACES)
-    assert load_initial(model, folder, None) == "21 tensors"
-    for name, tensor in made("llama").state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor)
+    assert takes_over(folder, "llama") == "21 tensors"
     changed = files_hash(folder)
     change(folder, rms_norm_eps=1e-3)
     assert len({before, changed, files_hash(folder)}) == 3
@@ -113,21 +117,10 @@ def test_what_older_versions_wrote_is_read(family: str, tmp_path: Path) -> None:
     state["h.0.attn.bias" if family == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
     embedding = next(one for one in state.values() if one.shape[0] == WORDS)
     safetensors.torch.save_file({**state, "lm_head.weight": embedding.clone()}, folder / "model.safetensors")
-    model = hf_model(f"hf/{folder}", PLACES)
-    assert load_initial(model, folder, None).endswith(", 2 that aren't used")
-    theirs = made(family).state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
-
-
-def test_an_embedding_that_is_stored_as_the_tied_head_is_read(tmp_path: Path) -> None:
-    family = "gpt2"
-    folder = folder_of(family, tmp_path)
+    assert takes_over(folder, family).endswith(", 2 that aren't used")
+    # The embedding under the name of the head that is tied to it.
     safetensors.torch.save_model(made(family), str(folder / "model.safetensors"), metadata={"format": "pt"})
-    assert "lm_head.weight" in stored(folder)
-    model = hf_model(f"hf/{folder}", PLACES)
-    load_initial(model, folder, None)
-    theirs = made(family).state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    takes_over(folder, family)
 
 
 def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused(tmp_path: Path) -> None:
@@ -167,17 +160,11 @@ def test_a_repository_is_fetched_once_and_its_commit_kept(
     to_shards(folder)
     server.others = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != FILE}
     server.files, server.commits = {("org/name", OLD): None, ("org/name", NEW): None}, {"main": OLD}
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    ask_here(monkeypatch, server, tmp_path)
     found = find_model("hf/org/name@main")
     assert (found.exact, found.revision) == (f"hf/org/name@{OLD}", OLD)
     assert {file.name for file in found.folder.iterdir()} == {file.name for file in folder.iterdir()}
-    model = hf_model(found.exact, PLACES)
-    load_initial(model, found.folder, None)
-    theirs = made("llama").state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    takes_over(found.folder, "llama")
     server.commits["main"] = NEW
     server.asked.clear()
     assert find_model(found.exact).folder == found.folder

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torchvision
 
-from tests.helpers.libraries import require
 from trainer.config.model import ModelConfig
 from trainer.models.images import build_model
 
 
 def test_timms_models_take_these_images() -> None:
-    require("timm")
+    pytest.importorskip("timm")
     model = build_model(ModelConfig(name="timm/resnet10t"), 1, 7).eval()
     assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
 
@@ -26,18 +25,10 @@ def test_vit_small_has_the_published_size_and_begins_as_torchvisions() -> None:
     assert {part.eps for part in model.modules() if isinstance(part, torch.nn.LayerNorm)} == {1e-6}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "resnet50",
-        "convnext_tiny",
-    ],
-)
+@pytest.mark.parametrize("name", ["resnet50", "convnext_tiny"])
 def test_a_model_of_torchvision_is_as_torchvision_makes_it(name: str) -> None:
     """No default of its own stands between: eps, momentum, dropout, stochastic depth."""
     with torch.device("meta"):
-        ours, theirs = (
-            build_model(ModelConfig(name=name), 3, 10),
-            torchvision.models.get_model(name, num_classes=10),
-        )
+        ours = build_model(ModelConfig(name=name), 3, 10)
+        theirs = torchvision.models.get_model(name, num_classes=10)
     assert repr(ours) == repr(theirs)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tests.helpers.toys import Block
-from trainer.models.parts import called, parameters_of, parts
+from trainer.models.parts import parameters_of, parts
 
 
 class Encoder(nn.Module):
@@ -38,15 +38,3 @@ def test_every_parameter_is_in_one_part() -> None:
             found = [p for own in parameters_of(model, shown).values() for p in own]
             assert len(found) == len({id(p) for p in found})
             assert {id(p) for p in found} == {id(p) for p in model.parameters()}
-
-
-def test_blocks_are_shown_one_by_one_while_they_fit_and_none_is_opened() -> None:
-    model = Whole(3)
-    names = ["stem", "encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "encoder.norm", "head", ""]
-    assert [part.name for part in parts(model, 7)] == names
-    closed = parts(model, 6)
-    assert [part.name for part in closed] == ["stem", "encoder.layers", "encoder.norm", "head", ""]
-    assert closed[1].kind == "3 x Block"
-    assert called(model, closed[1]) == list(model.encoder.layers)
-    held = parameters_of(model, closed)
-    assert [sum(p.numel() for p in own) for own in held.values()] == [6, 18, 4, 2, 10]

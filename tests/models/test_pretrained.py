@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,6 @@ class Hub:
         self._server.server_close()
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    server = Hub()
-    yield server
-    server.close()
-
-
 def weights(folder: Path, seed: int = 5) -> bytes:
     torch.manual_seed(seed)
     save_weights(build_model(ModelConfig(width=4), 1, 10), folder / "start.safetensors")
@@ -129,24 +122,28 @@ def ask_here(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """One with weights in org/name, of a commit that is its branch's."""
+    server = Hub()
+    server.files, server.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
+    ask_here(monkeypatch, server, tmp_path)
+    yield server
+    server.close()
+
+
 def manifest(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     return found
 
 
-def test_a_branch_is_fetched_once_and_its_commit_is_kept(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = weights(tmp_path)
-    hub.files, hub.commits = {("org/name", OLD): old}, {"main": OLD}
-    ask_here(monkeypatch, hub, tmp_path)
+def test_a_branch_is_fetched_once_and_its_commit_is_kept(tmp_path: Path, hub: Hub) -> None:
     done = attempt(tmp_path / "run", recipe_of(), stop_after=1)
     assert done.code == 75, done.said
-    assert [name for name in hub.asked.elements() if name.startswith("GET")] == [
-        "GET /org/name/resolve/main/model.safetensors"
-    ]
+    got = [name for name in hub.asked.elements() if name.startswith("GET")]
+    assert got == ["GET /org/name/resolve/main/model.safetensors"]
     facts = manifest(tmp_path / "run")
-    sha256 = hashlib.sha256(old).hexdigest()
+    sha256 = hashlib.sha256(hub.files["org/name", OLD] or b"").hexdigest()
     assert facts["pretrained"] == {"source": SOURCE, "revision": OLD, "sha256": sha256}
     assert facts["fingerprint"]["initial weights"] == sha256
     assert facts["config"]["model"]["pretrained"] == f"hub:org/name@{OLD}"
@@ -159,11 +156,7 @@ def test_a_branch_is_fetched_once_and_its_commit_is_kept(
     assert manifest(tmp_path / "other")["pretrained"]["revision"] == NEW
 
 
-def test_without_a_network_the_cache_serves(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
-    ask_here(monkeypatch, hub, tmp_path)
+def test_without_a_network_the_cache_serves(tmp_path: Path, hub: Hub) -> None:
     recipe = Recipe(task="classification", epochs=1, model=ModelConfig(pretrained=SOURCE, width=4))
     found = resolve_pretrained(recipe, None)
     hub.close()
@@ -184,23 +177,17 @@ def test_without_a_network_the_cache_serves(
         ("torchvision:ResNet18_Weights.IMAGENET1K_V3", "ResNet18_Weights.IMAGENET1K_V1"),
     ],
 )
-def test_what_cannot_be_fetched_is_named(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, source: str, names: str
-) -> None:
+def test_what_cannot_be_fetched_is_named(hub: Hub, source: str, names: str) -> None:
     hub.files = {("org/pickles", OLD): None, ("org/odd", OLD): b"\x80\x04" * 40}
-    hub.commits = {"main": OLD}
-    ask_here(monkeypatch, hub, tmp_path)
     with refused(names):
         load_initial(nn.Linear(1, 1), find_weights(ModelConfig(pretrained=source)).file, ())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("status", "etag", "names"), [(403, None, "403"), (0, "elsewhere", "etag")])
 def test_a_hub_that_refuses_or_leads_elsewhere(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int, etag: str | None, names: str
+    tmp_path: Path, hub: Hub, status: int, etag: str | None, names: str
 ) -> None:
-    hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
     hub.status, hub.headers = status, {"ETag": str(tmp_path / etag)} if etag else {}
-    ask_here(monkeypatch, hub, tmp_path)
     with refused(names):
         find_weights(ModelConfig(pretrained=SOURCE))
     assert not list(tmp_path.glob("elsewhere*")) and max(hub.asked.values()) <= 8
@@ -248,11 +235,7 @@ def test_a_hub_that_cannot_be_connected_to_is_asked_once(
 # --- a run that goes on ---
 
 
-def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
-    ask_here(monkeypatch, hub, tmp_path)
+def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Path, hub: Hub) -> None:
     assert attempt(tmp_path / "whole", recipe_of()).code == 0
     for name in ("run", "lost"):
         assert attempt(tmp_path / name, recipe_of(), stop_after=1).code == 75
@@ -292,41 +275,45 @@ def pickled(content: Any) -> tuple[bytes, str]:
     return file.getvalue(), f"tiny-{hashlib.sha256(file.getvalue()).hexdigest()[:8]}.pth"
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, name: str) -> Web:
-    """torchvision's weights are this file, at this server."""
-    web = Web({f"models/{name}": content})
-    monkeypatch.setattr(pretrained, "_torchvision_url", lambda _: (f"{web.url}/models/{name}", []))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return web
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes, str], Web]]:
+    """torchvision's weights are the file that this is given, at the server that it starts."""
+    webs = list[Web]()
+
+    def start(content: bytes, name: str) -> Web:
+        webs.append(Web({f"models/{name}": content}))
+        monkeypatch.setattr(pretrained, "_torchvision_url", lambda _: (f"{webs[0].url}/models/{name}", []))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return webs[0]
+
+    yield start
+    webs[0].close()
 
 
+Serve = Callable[[bytes, str], Web]
 TINY = ModelConfig(pretrained="torchvision:Tiny_Weights.V1")
 
 
-def test_a_pickle_of_torchvision_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {
-        "a.weight": torch.randn(3, 4).t(),
-        "f.denselayer1.norm.2.weight": torch.ones(2, dtype=torch.float16),
-    }
+def test_a_pickle_of_torchvision_is_converted_once(tmp_path: Path, serve: Serve) -> None:
+    old, new = "f.denselayer1.norm.2.weight", "f.denselayer1.norm2.weight"
+    state = {"a.weight": torch.randn(3, 4).t(), old: torch.ones(2, dtype=torch.float16)}
     content, name = pickled(state)
-    web = serve(monkeypatch, tmp_path, content, name)
+    web = serve(content, name)
     found = [find_weights(TINY) for _ in range(2)]
-    assert found[0] == found[1] and found[0] is not None
+    web.close()
+    assert found[0] == found[1] == find_weights(TINY) and found[0] is not None  # the last without a network
     assert (found[0].revision, found[0].exact) == (name, "torchvision:Tiny_Weights.V1")
     assert sum(web.app.asked.values()) == 1
     read = safetensors.torch.load_file(found[0].file)
-    assert torch.equal(read["a.weight"], state["a.weight"])
-    assert torch.equal(read["f.denselayer1.norm2.weight"], state["f.denselayer1.norm.2.weight"])
+    assert torch.equal(read["a.weight"], state["a.weight"]) and torch.equal(read[new], state[old])
     assert not list((tmp_path / "cache").rglob("*.pth"))
-    web.close()
-    assert find_weights(TINY) == found[0]  # without a network
 
 
 def test_two_processes_that_want_it_at_once_fetch_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content, name = pickled({"a": torch.arange(4)})
-    web = serve(monkeypatch, tmp_path, content, name)
+    web = serve(content, name)
     web.app.faults[name] = iter(["hang", "hang"])
     wants, flock = tmp_path / "wants", fcntl.flock
     wants.mkdir()
@@ -347,14 +334,11 @@ def test_two_processes_that_want_it_at_once_fetch_it_once(
     assert web.app.asked.total() == 1
     assert first == second and first is not None
     assert torch.equal(safetensors.torch.load_file(first.file)["a"], torch.arange(4))
-    web.close()
 
 
-def test_what_was_converted_is_checked_when_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_converted_is_checked_when_it_is_read(serve: Serve) -> None:
     content, name = pickled({"a": torch.arange(4)})
-    web = serve(monkeypatch, tmp_path, content, name)
+    web = serve(content, name)
     recipe = Recipe(task="classification", epochs=1, model=TINY)
     found = find_weights(recipe.model)
     assert found is not None
@@ -370,16 +354,6 @@ def test_what_was_converted_is_checked_when_it_is_read(
     found.file.write_bytes(whole[:-1] + b"?")
     assert find_weights(recipe.model) == found and found.file.read_bytes() == whole
     assert web.app.asked.total() == 3
-    web.close()
-
-
-def test_another_file_than_was_published_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, name = pickled({"a": torch.zeros(2)})
-    web = serve(monkeypatch, tmp_path, content[:-1] + b"?", name)
-    with refused("SHA-256"):
-        find_weights(TINY)
-    assert not list((tmp_path / "cache").rglob("*.[ps]*t*"))
-    web.close()
 
 
 class Code:
@@ -389,20 +363,20 @@ class Code:
         return (os.mkdir, ("ran",))
 
 
-def test_code_in_a_pickle_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for content in ({"a": Code()}, [1]):
-        web = serve(monkeypatch, tmp_path, *pickled(content))
-        with refused("Tiny_Weights.V1"):
-            find_weights(TINY)
-        web.close()
-    assert not Path("ran").exists()
-
-
-def test_a_server_that_lacks_it_and_one_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("content", [{"a": Code()}, [1], b"?"], ids=["code", "no tensors", "another file"])
+def test_of_what_is_no_file_of_tensors_nothing_is_taken(
+    content: Any, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    web = serve(monkeypatch, tmp_path, *pickled({"a": torch.zeros(2)}))
+    monkeypatch.chdir(tmp_path)
+    file, name = pickled({"a": torch.zeros(2)} if content == b"?" else content)
+    serve(file[:-1] + content if content == b"?" else file, name)
+    with refused("SHA-256" if content == b"?" else "Tiny_Weights.V1"):
+        find_weights(TINY)
+    assert not Path("ran").exists() and not list((tmp_path / "cache").rglob("*.[ps]*t*"))
+
+
+def test_a_server_that_lacks_it_and_one_that_is_not_there(serve: Serve) -> None:
+    web = serve(*pickled({"a": torch.zeros(2)}))
     web.files = {}
     with refused("model.pretrained=torchvision:Tiny_Weights.V1", "404"):
         find_weights(TINY)
@@ -422,9 +396,9 @@ def test_the_names_and_files_are_torchvisions_own() -> None:
 
 @pytest.mark.parametrize("version", ["2.5.1+cu124", "2.4.0a0+git1"])
 def test_a_torch_whose_weights_only_runs_code_reads_no_pickle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    web = serve(monkeypatch, tmp_path, *pickled({"a": torch.zeros(2)}))
+    web = serve(*pickled({"a": torch.zeros(2)}))
     with monkeypatch.context() as old:
         old.setattr(torch, "__version__", version)
         with refused("CVE-2025-32434 model.pretrained=FILE.safetensors"):
@@ -434,4 +408,3 @@ def test_a_torch_whose_weights_only_runs_code_reads_no_pickle(
     with monkeypatch.context() as old:  # what a newer torch converted is no pickle any more
         old.setattr(torch, "__version__", version)
         assert find_weights(TINY) is not None
-    web.close()

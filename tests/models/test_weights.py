@@ -21,6 +21,8 @@ from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
 from trainer.train.recording import save_weights
 
+State = dict[str, torch.Tensor]
+
 
 def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
     torch.manual_seed(5)
@@ -71,14 +73,12 @@ def test_every_difference_is_named_before_any_rank_starts(tmp_path: Path) -> Non
     assert "1 unexpected (decoder.weight)" in message
     assert "2 of another shape (head.weight [7, 16] for [10, 16]" in message
     assert """'model.reinit=["decoder", "head", "stem"]'""" in message
-
-
-def test_weights_in_a_format_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
-    tensors = safetensors.torch.load_file(saved(tmp_path))
-    tensors["stem.weight"] = tensors["stem.weight"].to(torch.float8_e4m3fn)
-    safetensors.torch.save_file(tensors, tmp_path / "odd.safetensors")
-    with refused("stem.weight torch.float32"):
-        load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "odd.safetensors", ())
+    # Nothing is taken over in part.
+    model = build_model(ModelConfig(width=8), 1, 10)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(BadInputError):
+        load_initial(model, differing(tmp_path), ["head.*"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.compat
@@ -92,28 +92,36 @@ def test_other_floating_formats_are_converted(tmp_path: Path, dtype: torch.dtype
     assert torch.equal(model.get_parameter("stem.weight"), tensors["stem.weight"].float())
 
 
-def test_weights_of_a_run_that_diverged_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
+def stem(value: float, dtype: torch.dtype) -> Callable[[State], State]:
+    return lambda state: {**state, "stem.weight": torch.full_like(state["stem.weight"], value, dtype=dtype)}
+
+
+REFUSED: dict[str, tuple[Callable[[State], State], str, str]] = {
+    "a format that can't be meant": (stem(1.0, torch.float8_e4m3fn), "", "stem.weight torch.float32"),
+    "a run that diverged": (stem(torch.nan, torch.float32), "", "stem.weight torch.float32"),
+    "too large for float32": (stem(1e39, torch.float64), "", "stem.weight torch.float32"),
+    "nothing at all": (dict, "*", "model.reinit start.safetensors"),
+    "a pattern that matches nothing": (dict, "haed.*", "haed.*"),
+    "a model twice": (
+        lambda state: {f"{one}.{n}": t.clone() for one in ("student", "teacher") for n, t in state.items()},
+        "",
+        "student. teacher.",
+    ),
+    "a tensor twice": (
+        lambda state: {**state, "_orig_mod.stem.weight": state["stem.weight"].clone()},
+        "",
+        "start.safetensors _orig_mod.",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_weights_that_cannot_be_meant_are_refused(tmp_path: Path, how: str) -> None:
+    change, reinit, says = REFUSED[how]
     file = saved(tmp_path)
-    with refused("model.reinit", file):
-        load_initial(build_model(ModelConfig(width=8), 1, 10), file, ["*"])
-    tensors = safetensors.torch.load_file(file)
-    for value, dtype in (
-        (torch.nan, torch.float32),
-        (1e39, torch.float64),
-    ):  # the latter is too large for float32
-        tensors["stem.weight"] = torch.full_like(tensors["stem.weight"], value, dtype=dtype)
-        safetensors.torch.save_file(tensors, file)
-        with refused("stem.weight torch.float32"):
-            load_initial(build_model(ModelConfig(width=8), 1, 10), file, ())
-
-
-@pytest.mark.compat
-def test_nothing_is_taken_over_in_part(tmp_path: Path) -> None:
-    model = build_model(ModelConfig(width=8), 1, 10)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(BadInputError):
-        load_initial(model, differing(tmp_path), ["head.*"])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    safetensors.torch.save_file(change(safetensors.torch.load_file(file)), file)
+    with refused(says):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), file, [reinit] * bool(reinit))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +140,7 @@ def test_any_other_file_is_one_clear_line(tmp_path: Path, make: Callable[[Path],
         load_initial(build_model(ModelConfig(width=8), 1, 10), file, ())
 
 
-def test_a_pattern_that_matches_nothing_is_a_slip(tmp_path: Path) -> None:
-    with refused("haed.*"):
-        load_initial(build_model(ModelConfig(width=8), 1, 10), saved(tmp_path), ["haed.*"])
+def test_what_begins_anew_needs_weights_to_start_from() -> None:
     with pytest.raises(ValueError, match=r"there is no model\.pretrained"):
         ModelConfig(reinit=("head.*",))
 
@@ -201,22 +207,3 @@ def test_the_remedy_works_for_what_people_have(
     exec(line.removesuffix('"'), {})
     assert load_initial(model, tmp_path / "theirs.safetensors", ()) == f"{len(state)} tensors{told}"
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
-
-
-def test_a_model_that_is_there_twice_is_not_guessed(tmp_path: Path) -> None:
-    state = safetensors.torch.load_file(saved(tmp_path))
-    both = {f"{prefix}{n}": t.clone() for prefix in ("student.", "teacher.") for n, t in state.items()}
-    safetensors.torch.save_file(both, tmp_path / "both.safetensors")
-    with refused("student. teacher."):
-        load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "both.safetensors", ())
-
-
-def test_of_a_tensor_that_is_there_twice_none_is_taken(tmp_path: Path) -> None:
-    model = build_model(ModelConfig(width=8), 1, 10)
-    state = model.state_dict()
-    name = next(iter(state))
-    safetensors.torch.save_file(
-        {**state, f"_orig_mod.{name}": state[name].clone()}, tmp_path / "both.safetensors"
-    )
-    with refused("both.safetensors _orig_mod."):
-        load_initial(model, tmp_path / "both.safetensors", ())

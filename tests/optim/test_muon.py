@@ -15,11 +15,10 @@ from tests.helpers.refusals import refused
 from trainer.config.model import ModelConfig
 from trainer.config.training import OptimConfig
 from trainer.models.images import SmallResNet, build_model
-from trainer.optim.muon import Muon, hidden_matrices, orthogonalize
+from trainer.optim.muon import Muon, hidden_matrices
 from trainer.optim.optimizers import LRScheduler, layer_factors, make_optimizer, parameter_groups
 
 pytestmark = pytest.mark.compat
-
 CPU = torch.device("cpu")
 
 
@@ -58,13 +57,6 @@ def loss_of(net: nn.Module, number: int) -> torch.Tensor:
     return F.cross_entropy(net(image), torch.randint(0, 3, (8,), generator=generator))
 
 
-def learn(net: nn.Module, optimizer: torch.optim.Optimizer, batches: range) -> None:
-    for number in batches:
-        optimizer.zero_grad()
-        loss_of(net, number).backward()
-        optimizer.step()
-
-
 def contents(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     slots = [slot for state in optimizer.state.values() for slot in state.values()]
     return [tensor.detach().clone() for tensor in (*net.parameters(), *slots)]
@@ -72,13 +64,6 @@ def contents(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Ten
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("shape", [(32, 288), (288, 32), (1, 50)])
-def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
-    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) * 1e-3
-    values = torch.linalg.svdvals(orthogonalize(matrices))
-    assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
 
 
 def by_the_book(
@@ -107,14 +92,11 @@ def test_the_update_is_the_published_one() -> None:
     expected = [h.detach().double() for h in hidden]
     momenta = [torch.zeros_like(e) for e in expected]
     twin = copy.deepcopy(others)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in twin if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in twin if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=0.02,
-        fused=True,
-    )
+    groups = [
+        {"params": [p for p in twin if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in twin if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.02, fused=True)
     for number in range(5):
         optimizer.zero_grad()
         loss_of(net, number).backward()
@@ -131,27 +113,6 @@ def test_the_update_is_the_published_one() -> None:
         assert torch.allclose(parameter.double(), value, atol=2e-4), parameter.shape
     for ours, theirs in zip(others, twin, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
-
-
-def test_it_agrees_with_torchs() -> None:
-    """Torch's computes in bfloat16."""
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("this torch has no Muon")
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(12, 30, generator=generator)
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    settings: Any = {"momentum": 0.9, "weight_decay": 0.1}
-    optimizers: list[torch.optim.Optimizer] = [
-        Muon([{"params": [ours], "orthogonal": True}], lr=torch.tensor(0.1), **settings),
-        torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn="match_rms_adamw", **settings),
-    ]
-    for _ in range(5):
-        ours.grad = torch.randn(12, 30, generator=generator)
-        theirs.grad = ours.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    moved = (theirs.detach() - start).norm()
-    assert float((ours - theirs).detach().norm()) < 0.02 * float(moved)
 
 
 def test_hidden_matrices_are_those_between_the_ends() -> None:
@@ -223,47 +184,25 @@ def test_the_host_reads_nothing() -> None:
             float(fields.found_inf)
 
 
-def test_a_loss_scale_changes_nothing() -> None:
+def test_neither_a_loss_scale_nor_the_layout_in_memory_matters() -> None:
     results = []
-    for scale in (None, 1024.0):
-        net, optimizer = make_net()
-        scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    for scale, layout in ((1.0, torch.contiguous_format), (1024.0, torch.channels_last)):
+        net, optimizer = make_net(layout)
+        scaler = GradScaler("cpu", init_scale=scale, enabled=scale > 1)
         for number in range(3):
             optimizer.zero_grad()
             scaler.scale(loss_of(net, number)).backward()
             scaler.step(optimizer)
             scaler.update()
         results.append(contents(net, optimizer))
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
-
-
-def test_the_layout_in_memory_does_not_matter() -> None:
-    results = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        net, optimizer = make_net(layout)
-        learn(net, optimizer, range(3))
-        results.append(contents(net, optimizer))
     assert net.wide.weight.is_contiguous(memory_format=torch.channels_last)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
 
 
-def test_a_state_dict_goes_on_where_it_was() -> None:
-    net, optimizer = make_net()
-    learn(net, optimizer, range(3))
-    other, loaded = make_net()
-    other.load_state_dict(copy.deepcopy(net.state_dict()))
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert same(contents(net, optimizer), contents(other, loaded))
-    learn(net, optimizer, range(3, 6))
-    learn(other, loaded, range(3, 6))
-    assert same(contents(net, optimizer), contents(other, loaded))
-
-
 def test_parameters_without_a_gradient_stay_and_a_closure_is_called() -> None:
     net, optimizer = make_net()
-    net.wide.requires_grad_(False)
-    net.norm.requires_grad_(False)
-    before = [p.detach().clone() for p in (*net.wide.parameters(), *net.norm.parameters())]
+    frozen: list[torch.Tensor] = [*net.wide.parameters(), *net.norm.parameters()]
+    before = [p.requires_grad_(False).clone() for p in frozen]
 
     def closure() -> Any:
         optimizer.zero_grad()
@@ -271,13 +210,8 @@ def test_parameters_without_a_gradient_stay_and_a_closure_is_called() -> None:
         loss.backward()
         return loss.detach()
 
-    first = optimizer.step(closure)
-    for _ in range(5):
-        last = optimizer.step(closure)
-    assert first is not None
-    assert last is not None
-    assert last < first
-    assert same(before, [*net.wide.parameters(), *net.norm.parameters()])
+    losses: list[Any] = [optimizer.step(closure) for _ in range(6)]
+    assert losses[-1] < losses[0] and same(before, frozen)
 
 
 def test_a_model_without_hidden_matrices_is_refused() -> None:

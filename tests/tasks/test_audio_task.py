@@ -2,7 +2,6 @@
 before training; the embedded recipe learns, and goes on with the same bits.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import preloaded
 from tests.helpers.refusals import refused
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe
@@ -21,16 +19,8 @@ from trainer.train.components.task import make_task
 
 
 def recipe(**sections: Any) -> Recipe:
-    audio = {
-        "seconds": 0.128,
-        "sample_rate": 8000,
-        "mels": 32,
-        "window": 0.04,
-        "hop": 0.008,
-        "lowest": 500,
-        "highest": 1800,
-        **sections.pop("audio", {}),
-    }
+    windows = {"seconds": 0.128, "sample_rate": 8000, "mels": 32, "window": 0.04, "hop": 0.008}
+    audio = {**windows, "lowest": 500, "highest": 1800, **sections.pop("audio", {})}
     data = {"global_batch_size": 32, "micro_batch_size": 16, **sections.pop("data", {})}
     return make_recipe(task="audio", audio=audio, data=data, model={"width": 8, "norm": "group"}, **sections)
 
@@ -99,30 +89,6 @@ def test_masks_are_for_training_only() -> None:
     assert bool((seen[0] != seen[1]).any())
 
 
-def test_losses_add_up_over_micro_batches_and_padding_counts_for_nothing() -> None:
-    task = audio_task()
-    model = task.model().double()
-    task.features = lambda audio: Audio.features(task, audio).double()  # type: ignore[method-assign]
-    whole = task.loss(model, batch_of(task, 16))
-    parts = sum(task.loss(model, batch_of(task, 4, first=first)).item() for first in range(0, 16, 4))
-    assert whole.item() == pytest.approx(parts, rel=1e-12)
-    weight = torch.tensor([1.0] * 4 + [0.0] * 12)
-    padded = task.loss(model, batch_of(task, 16, weight))
-    assert padded.item() == pytest.approx(task.loss(model, batch_of(task, 4)).item(), rel=1e-12)
-    measured = task.measure(model, batch_of(task, 16, weight))
-    assert measured["loss"].item() == pytest.approx(padded.item(), rel=1e-12)
-    assert int(measured["accuracy"]) <= 4
-
-
-@pytest.mark.slow  # the whole recipe; a shortened one runs above
-def test_the_recipe_reads_99_of_100_keys(tmp_path: Path) -> None:
-    words = ["--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
-    done = preloaded.run([sys.executable, "-m", "trainer", "train", "dtmf", *words], timeout=3600)
-    assert done.returncode == 0, done.stderr
-    (accuracy,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  accuracy")]
-    assert float(accuracy) >= 0.99
-
-
 def write(path: Path, rate: int = 8000) -> None:
     soundfile = pytest.importorskip("soundfile")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,10 +128,7 @@ def test_a_class_without_recordings_is_named(tmp_path: Path) -> None:
         make_task(folder(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("audio", "names"),
-    [({"highest": 5000}, "highest"), ({"window": 2.0}, "window")],
-)
+@pytest.mark.parametrize(("audio", "names"), [({"highest": 5000}, "highest"), ({"window": 2.0}, "window")])
 def test_features_that_cannot_be_are_refused(audio: dict[str, Any], names: str) -> None:
     with refused(names, by=ValueError):
         make_task(recipe(audio=audio))

@@ -1,7 +1,6 @@
 """Promise: figures of a custom task that would come out wrong are refused, by name, before it trains."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,22 +14,14 @@ from torch.nn import functional as F
 import trainer
 from tests.helpers.refusals import refused
 from tests.helpers.small_task import Small
-from trainer.errors import BadInputError
 from trainer.observe.rows import why_no_metric
 from trainer.tasks.custom import CustomTask
 from trainer.train.start.from_python import Fitted
 
 pytestmark = pytest.mark.usefixtures("here")
 
-SETTINGS: dict[str, Any] = {
-    "data.global_batch_size": 4,
-    "data.micro_batch_size": 2,
-    "data.eval_batch_size": 2,
-    "data.workers": 0,
-    "epochs": 4,
-    "log.to": ["jsonl"],
-    "parallel.threads": 1,
-}
+SIZES = {"data.global_batch_size": 4, "data.micro_batch_size": 2, "data.eval_batch_size": 2}
+SETTINGS: dict[str, Any] = {**SIZES, "epochs": 4, "log.to": ["jsonl"], "parallel.threads": 1}
 CLASSES = 300
 
 
@@ -61,15 +52,14 @@ def check(measure: Callable[..., Any], **more: Any) -> None:
     CustomTask(type("Mine", (Classes,), {"measure": measured, **more})(), "mine").check()
 
 
-NAMES: list[Any] = ["step", "eval/loss", 3, "", "a\nb", "x" * 200, "\ud800"]
+NAMES: list[Any] = ["step", "eval/loss", 3, "", "a\nb", "x " * 100, "\ud800"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
-    with pytest.raises(BadInputError, match=f"measure gave {re.escape(repr(name)[:70])}") as caught:
+    with refused("measure", repr(name)[:70]):
         check(lambda o, _f: {name: o[:, 0]})
-    assert "\n" not in str(caught.value)
-    with pytest.raises(BadInputError, match=f"summarize gave {re.escape(repr(name)[:70])}"):
+    with refused("summarize", repr(name)[:70]):
         check(lambda o, _f: {"row": o}, summarize=lambda *_: {name: 1.0})
     if name == "a\nb":
         with refused("losses"):
@@ -83,22 +73,19 @@ def test_other_names_are_free() -> None:
     )  # of rows, which aren't told
 
 
-WRONG: dict[str, tuple[Callable[..., Any], str]] = {
-    "wider": (lambda o, _f: {"row": o[:, : 1 + len(o)]}, "rows 'row' as a tensor of shape"),
-    "gone": (lambda o, _f: {"row": o} if len(o) > 4 else {}, "rows 'row' as a tensor of shape"),
-    "text": (lambda _o, _f: {"a": "1.5"}, "'a' as a str"),
-    "gradients": (
-        lambda o, f: {"a": torch.autograd.grad(o.sum(), f["x"].requires_grad_())[0].sum()},
-        "gradients are off in measure: put what takes them into `with torch.enable_grad():`",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_put_together_is_refused(name: str) -> None:
-    with pytest.raises(BadInputError, match=re.escape(WRONG[name][1])) as caught:
-        check(WRONG[name][0], summarize=lambda *_: {"m": 1.0})
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("measure", "names"),
+    [
+        (lambda o, _f: {"row": o[:, : 1 + len(o)]}, "rows 'row' shape"),
+        (lambda o, _f: {"row": o} if len(o) > 4 else {}, "rows 'row' shape"),
+        (lambda _o, _f: {"a": "1.5"}, "'a' str"),
+        (lambda o, f: {"a": torch.autograd.grad(o.sum(), f["x"].requires_grad_())[0].sum()}, "enable_grad"),
+    ],
+    ids=["wider", "gone", "text", "gradients"],
+)
+def test_what_cannot_be_put_together_is_refused(measure: Callable[..., Any], names: str) -> None:
+    with refused(names):
+        check(measure, summarize=lambda *_: {"m": 1.0})
 
 
 def test_a_field_that_has_no_name_is_refused() -> None:
@@ -203,10 +190,6 @@ def test_items_of_a_data_set_that_cannot_be_counted(count: int, names: str) -> N
     def mean(_: Any, model: nn.Module, batch: Any) -> Any:
         return Small().loss(model, batch).mean()
 
+    means: dict[str, Any] = {"loss": mean, "measure": lambda *given: {"loss": mean(*given)}}
     with refused(names):
-        fit(
-            data=lambda _: (Small().data()[0], Counted()),
-            reduction="mean",
-            loss=mean,
-            measure=lambda *given: {"loss": mean(*given)},
-        )
+        fit(data=lambda _: (Small().data()[0], Counted()), reduction="mean", **means)

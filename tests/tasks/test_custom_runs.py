@@ -17,7 +17,6 @@ from torch import nn
 import trainer
 from tests.helpers import forked, preloaded
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.config.recipe import Recipe
@@ -30,12 +29,6 @@ WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"
 
 def recipe_of(path: Path, **sections: Any) -> Recipe:
     return validated(Recipe, {**read_recipe(str(path)), **sections}, str(path))
-
-
-def test_a_new_task_trains_at_once(here: Path) -> None:
-    assert main(["new", "mine.py"]) == 0
-    run = trainer.fit("mine.py", {"epochs": 6, "parallel.threads": 1}, out="run")
-    assert run.metrics["accuracy"] > 0.9 and read_rows(here / "run", ("eval",))
 
 
 def test_an_existing_file_stays_as_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,16 +55,8 @@ def test_an_edited_file_is_another_task_and_a_moved_one_the_same(here: Path) -> 
 @pytest.mark.usefixtures("here")
 def test_fit_in_this_process() -> None:
     state = torch.get_rng_state()
-    run = trainer.fit(
-        Spirals,
-        {
-            "epochs": 3,
-            "optim.lr": 0.01,
-            "data.global_batch_size": 64,
-            "data.micro_batch_size": 32,
-            "parallel.threads": 1,
-        },
-    )
+    sizes = {"data.global_batch_size": 64, "data.micro_batch_size": 32, "parallel.threads": 1}
+    run = trainer.fit(Spirals, {"epochs": 3, "optim.lr": 0.01, **sizes})
     assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
     assert run.metrics["accuracy"] > 0.7
     assert run.folder.parent.name == "runs"
@@ -138,15 +123,6 @@ def keyed() -> None:
         assert torch.equal(one, other)
 
 
-def test_check_keys_them_alike() -> None:
-    preloaded.call(checked_alike)
-
-
-def checked_alike() -> None:
-    report = trainer.check(Masking, only=["plain", "again"])
-    assert [row.verdict for row in report.rows] == ["equal", "equal"]
-
-
 @pytest.mark.usefixtures("here")
 def test_beside_another_thread_it_is_refused() -> None:
     """That may draw from the same generators, which nobody seeds under it."""
@@ -157,16 +133,6 @@ def test_beside_another_thread_it_is_refused() -> None:
             trainer.fit(Masking, {"epochs": 2})
     finally:
         end.set()
-
-
-def test_it_can_be_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["new", "mine.py"])
-    with (here / "mine.py").open("a") as file:
-        file.write("\n    def predict(self, model, options):\n")
-        file.write("        print(model(torch.zeros(1, 2)).shape)\n        return 0\n")
-    trainer.fit("mine.py", {"epochs": 1, "parallel.threads": 1}, out="run")
-    assert main(["predict", "run", "--task", "mine.py"]) == 0
-    assert "torch.Size([1, 2])" in capsys.readouterr().out
 
 
 def test_the_walk_through(here: Path) -> None:

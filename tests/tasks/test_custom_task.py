@@ -24,31 +24,6 @@ from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
 from trainer.train.start import job as start
 
-LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
-WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
-    ("loss", None, "loss sample"),
-    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "data 'x'"),
-    ("model", lambda _: 1 / 0, "ZeroDivisionError"),
-    ("loss", lambda _, m, b: m(b.fields["y"]), "RuntimeError"),
-    ("data", lambda _: (LOADER, LOADER), "DataLoader loader.dataset"),
-    ("loss", lambda s, *_: s.log("loss", 1), "log"),
-    ("loss", lambda _, m, batch: m(next(iter(batch))), 'batch["x"] "0"'),
-    ("describe", lambda _: {"classes": {1, 2}}, "JSON"),
-    (
-        "measure",
-        lambda _, __, b: {"a": torch.zeros(len(b.fields["x"]))},
-        "loss",
-    ),
-    ("measure", lambda *_: {"loss": torch.zeros(3)}, "loss 3"),
-]
-
-
-@pytest.mark.parametrize(("method", "instead", "message"), WRONG)
-def test_what_is_wrong_is_said(method: str, instead: Callable[..., Any] | None, message: str) -> None:
-    wrong = type("Wrong", (Small,), {method: instead})
-    with refused(message):
-        CustomTask(wrong(), "wrong").check()
-
 
 def check(**methods: Any) -> None:
     CustomTask(type("Mine", (Small,), methods)(), "mine").check()
@@ -74,23 +49,6 @@ class Counter(nn.Module):
             return y + (0.1 * self.steps * (y - y.detach()))
         factor = {"attribute": self.steps, "numpy": np.random.default_rng().random()}.get(self.keep, 0)
         return y * (1 + 0.1 * float(factor))
-
-
-@pytest.mark.parametrize(
-    ("keep", "message"),
-    [
-        ("buffer", "seen persistent=False"),
-        (
-            "attribute",
-            "model.steps register_buffer",
-        ),
-        ("reversal", "inner.weight"),
-        ("numpy", "loss numpy's"),
-    ],
-)
-def test_state_that_no_checkpoint_holds_is_refused(keep: str, message: str) -> None:
-    with refused(message):
-        check(model=lambda _: Counter(keep))
 
 
 def test_a_count_without_effect_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,53 +133,20 @@ def test_a_trial_draws_no_numbers_that_the_training_would_have_had() -> None:
 
 @pytest.mark.parametrize(
     ("attributes", "lower"),
-    [
-        ({}, True),
-        ({"metric": "accuracy"}, False),
-        ({"metric": "mae", "mode": "min"}, True),
-        ({"mode": "max"}, False),
-    ],
+    [({}, True), ({"metric": "accuracy"}, False), ({"metric": "mae", "mode": "min"}, True)],
 )
 def test_which_way_a_metric_is_better(attributes: dict[str, Any], lower: bool) -> None:
     assert CustomTask(type("Mine", (Small,), attributes)(), "mine").lower_is_better is lower
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        ({"metric": "mae"}, "min"),
-        ({"metric": "mae", "mode": "low"}, "low min max"),
-    ],
-)
-def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], message: str) -> None:
-    with refused(message):
-        CustomTask(type("Mine", (Small,), attributes)(), "mine")
 
 
 def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return {"loss": model(batch.fields["x"])[:, 0], "score": batch.fields["x"][:, 0]}
 
 
-def broken(_: Small, rows: Any) -> Any:
-    return {"auc": float(rows["scores"].sum())}
-
-
-AUC = {"metric": "auc", "mode": "max", "measure": rows}
-
-
-@pytest.mark.parametrize(
-    ("methods", "message"),
-    [
-        (
-            {"summarize": lambda *_: {"f1": 0.5}},
-            "auc",
-        ),
-        ({"summarize": broken}, "KeyError scores"),
-    ],
-)
-def test_summarize_is_tried(methods: dict[str, Any], message: str) -> None:
-    with refused(message):
-        check(**AUC | methods)
+def counting(num_items: Any) -> dict[str, Any]:
+    x = np.ones((10, 2), np.float32)
+    part = {"x": x, "y": x[:, :1], "num_items": num_items}
+    return {"data": lambda _: (part, part), "reduction": "mean"}
 
 
 def doubled(_: Any) -> Any:
@@ -229,36 +154,49 @@ def doubled(_: Any) -> Any:
     return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
 
 
-def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
-    with refused("x float64 float32 .astype(np.float32"):
-        check(data=doubled)
-    check(data=doubled, model=lambda _: nn.Linear(2, 1).double())
-    with refused("x float64 bfloat16 loss") as error:  # which numpy doesn't have
-        check(data=doubled, model=lambda _: nn.Linear(2, 1).bfloat16())
-    assert "np.bfloat16" not in str(error.value)
+LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
+AUC = {"metric": "auc", "mode": "max", "measure": rows}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss": None}, "loss sample"),
+    ({"loss": lambda _, m, b: m(b.fields["y"])}, "RuntimeError"),
+    ({"loss": lambda s, *_: s.log("loss", 1)}, "log"),
+    ({"loss": lambda _, m, batch: m(next(iter(batch)))}, 'batch["x"] "0"'),
+    ({"data": lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)})}, "data 'x'"),
+    ({"data": lambda _: (LOADER, LOADER)}, "DataLoader loader.dataset"),
+    ({"data": doubled}, "x float64 float32 .astype(np.float32"),
+    ({"data": doubled, "model": lambda _: nn.Linear(2, 1).bfloat16()}, "x float64 bfloat16 loss"),
+    (counting(np.zeros(10, np.int64)), "num_items 0"),
+    (counting(np.ones(10)), "data 'num_items'"),
+    ({"model": lambda _: 1 / 0}, "ZeroDivisionError"),
+    # State that no checkpoint holds.
+    ({"model": lambda _: Counter("buffer")}, "seen persistent=False"),
+    ({"model": lambda _: Counter("attribute")}, "model.steps register_buffer"),
+    ({"model": lambda _: Counter("reversal")}, "inner.weight"),
+    ({"model": lambda _: Counter("numpy")}, "loss numpy's"),
+    ({"describe": lambda _: {"classes": {1, 2}}}, "JSON"),
+    ({"measure": lambda _, __, b: {"a": torch.zeros(len(b.fields["x"]))}}, "loss"),
+    ({"measure": lambda *_: {"loss": torch.zeros(3)}}, "loss 3"),
+    ({"metric": "mae"}, "min"),
+    ({"metric": "mae", "mode": "low"}, "low min max"),
+    (AUC | {"summarize": lambda *_: {"f1": 0.5}}, "auc"),
+    (AUC | {"summarize": lambda _, rows: {"auc": float(rows["scores"].sum())}}, "KeyError scores"),
+]
 
 
-@pytest.mark.parametrize(
-    ("num_items", "message"),
-    [
-        (np.zeros(10, np.int64), "num_items 0"),
-        (np.ones(10), "data 'num_items'"),
-    ],
-)
-def test_units_are_counts(num_items: Any, message: str) -> None:
-    x = np.ones((10, 2), np.float32)
-    part = {"x": x, "y": x[:, :1], "num_items": num_items}
+@pytest.mark.parametrize(("methods", "message"), WRONG)
+def test_what_is_wrong_is_said(methods: dict[str, Any], message: str) -> None:
     with refused(message):
-        check(data=lambda _: (part, part), reduction="mean")
+        check(**methods)
 
 
-def test_what_has_no_shape_yet_is_refused(here: Path) -> None:
-    with pytest.raises(BadInputError, match="has no shape yet"):
-        trainer.fit(
-            type("Mine", (Small,), {"model": lambda _: nn.LazyLinear(1)}),
-            {"data.global_batch_size": 4, "data.micro_batch_size": 4},
-        )
-    assert not (here / "runs").exists()
+def test_float64_arrays_go_with_a_float64_model() -> None:
+    check(data=doubled, model=lambda _: nn.Linear(2, 1).double())
+
+
+@pytest.mark.usefixtures("here")
+def test_what_has_no_shape_yet_is_refused() -> None:
+    with refused("shape"):
+        trainer.fit(type("Mine", (Small,), {"model": lambda _: nn.LazyLinear(1)}))
 
 
 FILES = [
@@ -324,22 +262,18 @@ def test_padding_never_comes_to_the_methods() -> None:
     assert float(task.loss(model, nothing)) == 0
 
 
-def test_a_slip_of_an_optional_name_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("name", "meant", "value"),
+    [
+        ("optimiser", "optimizer", print),
+        ("transform", "transforms", print),
+        ("collate_fn", "collate", print),
+        ("metrics", "metric", 1),
+        ("uniform", "uniforms", 1),
+    ],
+)
+def test_a_slip_of_an_optional_name_is_an_error(name: str, meant: str, value: Any) -> None:
     """It would be without effect: nothing looks at it."""
-
-    def method(*_: Any) -> None:
-        return None
-
-    def made(**names: Any) -> CustomTask:
-        return CustomTask(type("Mine", (type("Base", (Small,), names),), {})(), "mine.py")
-
-    slips = {"optimiser": "optimizer", "transform": "transforms"}
-    for name, meant in {**slips, "collate_fn": "collate"}.items():
-        with refused(f"{name} {meant}"):
-            made(**{name: method})
-    for name, meant in {
-        "metrics": "metric",
-        "uniform": "uniforms",
-    }.items():
-        with refused(f"{name} {meant}"):
-            made(**{name: 1})
+    base = type("Base", (Small,), {name: value})
+    with refused(f"{name} {meant}"):
+        CustomTask(type("Mine", (base,), {})(), "mine.py")

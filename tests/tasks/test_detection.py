@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.helpers import preloaded
 from tests.helpers.refusals import refused
+from tests.helpers.rows import read_rows
 from tests.helpers.steps import assert_same_bits, train_some
 from tests.helpers.toys import make_recipe
 from trainer.config.model import ModelConfig
@@ -26,10 +27,8 @@ from trainer.models.detection import (
     cell_centers,
     detections,
     generalized_iou,
-    make_detector,
     tiny_losses,
 )
-from trainer.tasks.average_precision import average_precision
 from trainer.tasks.detection import Detection, _torchvision_loss
 from trainer.train.components.task import check_request, make_task
 
@@ -89,27 +88,6 @@ def test_a_rank_with_nothing_but_padding_calls_the_model_all_the_same() -> None:
         assert float(loss.detach()) == total
         loss.backward()
         assert called.pop() == seen
-
-
-def test_losses_add_up_exactly_over_images() -> None:
-    torch.manual_seed(0)
-    cells = cell_centers(12, 12, 8, torch.zeros((), dtype=torch.float64))
-    begin = torch.rand(6, 5, 2, dtype=torch.float64) * 60
-    true = torch.cat((begin, begin + 5 + torch.rand(6, 5, 2, dtype=torch.float64) * 30), 2)
-    logits, boxes = (
-        torch.randn(6, 144, 10, dtype=torch.float64),
-        torch.rand(6, 144, 4, dtype=torch.float64) * 90,
-    )
-    labels, count = torch.randint(0, 10, (6, 5)), torch.tensor([0, 1, 2, 3, 4, 5])
-    each = tiny_losses(logits, boxes, cells, 8, true, labels, count)
-    assert each.shape == (6,) and bool((each > 0).all())
-    for row in range(6):
-        one = slice(row, row + 1)
-        alone = tiny_losses(logits[one], boxes[one], cells, 8, true[one], labels[one], count[one])
-        torch.testing.assert_close(alone, each[one], rtol=1e-12, atol=0)
-        padded = true.clone()
-        padded[row, int(count[row]) :] = torch.tensor([0.0, 0, 50, 50], dtype=torch.float64)
-        assert torch.equal(tiny_losses(logits, boxes, cells, 8, padded, labels, count), each)
 
 
 def test_the_tasks_loss_is_a_sum_that_padding_does_not_enter() -> None:
@@ -178,15 +156,6 @@ def test_what_cells_say_becomes_boxes() -> None:
     assert len(detections(Says(ModelConfig(width=8), 1, 3), torch.zeros(2, 1, 32, 32), most=1)[0].labels) == 1
 
 
-def test_all_found_is_one_and_nothing_is_zero() -> None:
-    box, label = np.array([[[5.0, 5, 20, 30]]], np.float32), np.array([[2]])
-    true = {"true_boxes": box, "true_labels": label, "true_area": np.array([[375.0]])}
-    rows: Any = {**true, "boxes": box, "labels": label, "true_crowd": label * 0, "pixel": np.ones((1, 1))}
-    for score, count, wanted in ((0.9, 1, 1.0), (-1.0, 1, 0.0), (0.9, 0, 0.0)):
-        rows |= {"scores": np.array([[score]], np.float32), "true_count": np.array([count])}
-        assert average_precision(rows, 3) == pytest.approx({"map": wanted, "map_50": wanted})
-
-
 # The recipes.
 
 
@@ -202,15 +171,17 @@ def test_the_embedded_recipe_goes_on_with_the_same_bits() -> None:
     assert_same_bits(state, resumed)
 
 
-@pytest.mark.slow  # the whole recipe, minutes; a shortened one runs above
-def test_the_recipe_finds_four_of_five_digits(tmp_path: Path) -> None:
-    from tests.helpers.rows import read_rows
-
+@pytest.mark.slow  # whole recipes, minutes
+@pytest.mark.parametrize(
+    ("name", "figure", "least"), [("digits-detection", "map_50", 0.80), ("dtmf", "accuracy", 0.99)]
+)
+def test_an_embedded_recipe_reaches_what_it_should(
+    name: str, figure: str, least: float, tmp_path: Path
+) -> None:
     words = ["--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
-    done = preloaded.run([sys.executable, "-m", "trainer", "train", "digits-detection", *words], timeout=3600)
+    done = preloaded.run([sys.executable, "-m", "trainer", "train", name, *words], timeout=3600)
     assert done.returncode == 0, done.stderr
-    last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"][-1]
-    assert last["map_50"] >= 0.80
+    assert read_rows(tmp_path / "run", ("eval",))[-1][figure] >= least
 
 
 def test_padding_is_not_shown_to_torchvisions_models() -> None:
@@ -234,14 +205,6 @@ def test_padding_is_not_shown_to_torchvisions_models() -> None:
     nothing = task.loss(model, replace(batch, weight=torch.zeros(8)))
     nothing.backward()
     assert nothing.item() == 0 and model.weight.grad is not None and not model.weight.grad.any()
-
-
-@pytest.mark.parametrize(("norm", "kept"), [("frozen", "FrozenBatchNorm2d"), ("group", "GroupNorm")])
-def test_no_batch_statistics_where_batches_are_small(norm: str, kept: str) -> None:
-    with torch.device("meta"):
-        model = make_detector(ModelConfig(name="fasterrcnn_resnet50_fpn"), norm, 64, 3, 5)
-    kinds = [type(module).__name__ for module in model.modules()]
-    assert "BatchNorm2d" not in kinds and kinds.count(kept) == 53
 
 
 @pytest.mark.parametrize(

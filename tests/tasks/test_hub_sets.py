@@ -57,7 +57,6 @@ class Sets(Hub):
         revision, _, name = rest.partition("/")
         self.files = {(f"datasets/{repository}", revision): None}
         self.others = self.sets.get((repository, self.commits.get(revision, revision)), {})
-        self.name = name
         request.path = f"/datasets/{repository}/resolve/{revision}/{name}"
         super().answer(request)
 

@@ -19,33 +19,24 @@ from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import LanguageConfig
 from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats import documents
-from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
+from trainer.data.formats.documents import SEGMENT, TARGETS, packed, padded
 from trainer.data.formats.text import Text
 from trainer.data.formats.tokens import TOKENS
 from trainer.data.sampling.group_order import in_buckets
-from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
-from trainer.models.gpt import GPT, place_in_segment, rotary_table, rotate
+from trainer.models.gpt import place_in_segment, rotary_table, rotate
 from trainer.tasks.language import Language
-from trainer.train.components.task import make_plan, make_task
+from trainer.train.components.task import make_task
 from trainer.train.outputs import token_counter
 from trainer.train.step import train_step
 
 END = 0
-
-
 CPU = torch.device("cpu")
-
-
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layer", "mlp": "gelu"}
-
-
 KINDS: list[dict[str, Any]] = [{}, GPT2, {**GPT2, "bias": True}]
 
 
@@ -97,23 +88,6 @@ def test_each_document_is_computed_as_if_it_stood_alone() -> None:
 def test_places_begin_anew_in_each_document() -> None:
     segment = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]])
     assert place_in_segment(segment).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "vocabulary", "wanted"),
-    [
-        # GPT-2 small and XL, as their weights are published.
-        ("gpt2-124m", {"bias": True}, 50257, 124_439_808),
-        ("gpt2-1.5b", {"bias": True}, 50257, 1_557_611_200),
-    ],
-)
-def test_it_has_as_many_parameters_as_gpt2(
-    name: str, keys: dict[str, Any], vocabulary: int, wanted: int
-) -> None:
-    config = Recipe.model_validate(read_recipe(name)).language.model_copy(update=keys)
-    with torch.device("meta"):
-        model = GPT(config, vocabulary)
-    assert sum(p.numel() for p in model.parameters()) == wanted
 
 
 def test_the_head_is_the_embedding() -> None:
@@ -190,13 +164,6 @@ def test_buckets_keep_their_samples_together(
     assert mixed <= len(buckets) + 2, "but for the rests"
 
 
-def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
-    plan = Plan(64, 4, 4, 2, "cross", 3, buckets=(32, 32))
-    first, second = (plan.read(np.arange(16) + 16 * epoch).sample for epoch in range(2))
-    assert {tuple(sorted(row)) for row in first.tolist()} != {tuple(sorted(row)) for row in second.tolist()}
-    assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "micro-batches of both come mixed"
-
-
 def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = read_limits()
     monkeypatch.setattr(documents, "read_limits", lambda: replace(limits, memory_bytes=1000))
@@ -220,6 +187,9 @@ class InFloat64(Language):
 DOCUMENTS = a_text([3, 11, 1, 0, 7, 30, 12, 5, 2, 9, 4, 8], seed=4)
 
 
+SGD = {"name": "sgd", "momentum": 0, "lr": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0}
+
+
 def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step that has every document in it."""
     config = LanguageConfig(**SMALL, text=way, buckets=3, **keys)
@@ -229,14 +199,7 @@ def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float,
         task="language",
         language=config.model_dump(),
         data={"global_batch_size": batch, "micro_batch_size": micro_batch, "last_batch": "weighted"},
-        optim={
-            "name": "sgd",
-            "momentum": 0,
-            "lr": 1.0,
-            "schedule": "constant",
-            "warmup_steps": 0,
-            "weight_decay": 0,
-        },
+        optim=SGD,
     )
     run = build_alone(recipe, task)
     before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
@@ -331,42 +294,6 @@ def test_the_loss_is_computed_in_float32_whatever_the_logits_are() -> None:
     loss = task.loss(lambda _: logits, Batch({TOKENS: tokens}, None, None, 24))  # type: ignore[arg-type]
     wanted = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     assert loss.dtype == torch.float32 and torch.equal(loss, wanted)
-
-
-def test_a_padded_batch_is_cut_to_its_longest() -> None:
-    recipe = make_recipe(
-        task="language",
-        language={**SMALL, "text": "padded", "buckets": 4, "sequence_length": 64},
-        data={"name": "synthetic", "samples": 64, "micro_batch_size": 4, "global_batch_size": 8},
-    )
-    task = make_task(recipe)
-    assert sum(make_plan(recipe, task).buckets) == len(task.train_data)
-    run = build_alone(recipe, task)
-    num_items, widths = 0, list[int]()
-    for batch in run.loader(range(len(task.train_data) // 4)):
-        num_items += batch.num_items
-        widths.append(task.inputs(batch)[0].shape[1])  # type: ignore[attr-defined]
-    assert {*widths} <= {16, 32, 48, 64}
-    share = task.describe()["padding"]
-    assert share == pytest.approx(1 - num_items / (4 * sum(widths)), abs=1e-6)
-    assert task.train_data.arrays is not None
-    full = 1 - np.asarray(task.train_data.arrays[NUM_ITEMS]).mean() / 64
-    assert share < full / 2, "similar lengths together"
-
-
-@given(count=st.integers(2, 90), length=st.integers(1, 20), stride=st.integers(1, 25), whole=st.booleans())
-def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -> None:
-    tokens = np.arange(count, dtype=np.uint8)
-    length = min(length, count - 1)
-    data = StreamDataset(tokens, length, None if whole else stride, whole=whole)
-    out = {name: np.full((len(data), *f.shape), 7, f.dtype) for name, f in data.fields.items()}
-    data.read(np.arange(len(data)), None, out)
-    if whole:
-        valid = np.arange(length) < out[NUM_ITEMS][:, None]
-        assert out[TOKENS][:, 1:][valid].tolist() == list(range(1, count))
-        return
-    firsts = range(0, count - length, stride)
-    assert out[TOKENS].tolist() == [list(range(first, first + length + 1)) for first in firsts]
 
 
 @pytest.mark.parametrize(("text", "last"), [("stream", "cross"), ("padded", "weighted"), ("packed", "drop")])

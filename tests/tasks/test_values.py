@@ -383,39 +383,17 @@ def test_each_figure_is_divided_by_its_own_counts() -> None:
             "tokens": (mask, mask),
         }
 
-    settings = {
-        "max_steps": 1,
-        "optim.lr": 1e-30,
-        "data.global_batch_size": 4,
-        "data.micro_batch_size": 2,
-        "data.eval_batch_size": 3,
-        "parallel.threads": 1,
-    }
+    sizes = {"data.global_batch_size": 4, "data.micro_batch_size": 2, "data.eval_batch_size": 3}
+    settings = {"max_steps": 1, "optim.lr": 1e-30, "parallel.threads": 1, **sizes}
     run = trainer.fit(type("Mine", (Masked,), {"measure": measured}), settings)
     assert (run.metrics["exact"], run.metrics["tokens"]) == (1.0, 1.0)
     length = (Tokens().data()[1]["y"] >= 0).sum()
     assert run.metrics["sum"] * 7 / length == pytest.approx(run.metrics["loss"], rel=1e-12)
-    rows = trainer.fit(
-        type(
-            "Mine",
-            (Masked,),
-            {
-                "measure": measured,
-                "summarize": lambda _, rows: {**means(rows), "width": rows["loss"][0].shape[1]},
-            },
-        ),
-        settings,
-    )
+
+    def summarize(_: Any, rows: Any) -> Any:
+        return {**means(rows), "width": rows["loss"][0].shape[1]}
+
+    rows = trainer.fit(type("Mine", (Masked,), {"measure": measured, "summarize": summarize}), settings)
     assert rows.metrics["width"] == PLACES
     for name, value in run.metrics.items():
         assert rows.metrics[name] == pytest.approx(value, rel=1e-12)
-
-
-def test_means_of_what_summarize_gets() -> None:
-    values = {
-        "a": torch.tensor([1, 2, 4]),
-        "b": (torch.tensor([[1.0, torch.nan], [3.0, 5.0]]), torch.tensor([[True, False], [True, True]])),
-        "c": torch.tensor([True, False]),
-    }
-    assert means(values) == {"a": pytest.approx(7 / 3), "b": 3.0, "c": 0.5}
-    assert means(values, "b") == {"b": 3.0}
