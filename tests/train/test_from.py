@@ -185,9 +185,8 @@ def test_a_checkpoint_is_chosen_by_its_step_or_as_the_best(tmp_path: Path, sourc
             chosen_checkpoint(run, "best", "--init-from a@best")
 
 
-def test_the_same_command_goes_on_with_the_run_that_it_began(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("place")
+def test_the_same_command_goes_on_with_the_run_that_it_began(capfd: pytest.CaptureFixture[str]) -> None:
     """With the other run's recipe, as none is given; and what it needs of that run it keeps."""
     words = ["train", "--init-from", "a@15", "--out", "b", "seed=5", "max_steps=3"]
     assert main([*words, "--stop-after", "1"]) == 75

@@ -21,7 +21,6 @@ from trainer.data.batch import Batch
 from trainer.data.sources import load_images
 from trainer.rng import permuted
 from trainer.tasks.classification import Classification
-from trainer.train.components import model as prepare
 from trainer.train.components.task import make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
@@ -183,24 +182,6 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(data: str, mode: str, sections: dict[str, Any], steps: int) -> ByHand:
-    recipe = recipe_of(data, mode, steps, **sections)
-    run, initial, losses = by_trainer(recipe, doubled=mode == "fp64")
-    hand = ByHand(recipe, initial)
-    early, late = TOLERANCE[mode]
-    assert len(losses) == steps
-    assert losses[:50] == pytest.approx(hand.losses[:50], rel=early)
-    assert losses == pytest.approx(hand.losses, rel=late)
-    least = 0.96 if steps == STEPS else 0.99
-    assert np.mean(losses[-5:]) < least * np.mean(losses[:5]), "nothing was learned"
-    assert int(run.state.lr.updates) == steps - hand.skipped
-    if run.state.average is not None:
-        averages = zip(run.state.average.tensors.values(), hand.average.parameters(), strict=True)
-        for ours, theirs in averages:
-            assert torch.allclose(ours, theirs, rtol=late, atol=10 * late)
-    return hand
-
-
 # In the fast suite the mathematics, with all of its parts at once where images repeat within a step; of the
 # other formats one part. Part by part, and longer, the slow ones compare.
 FAST = [
@@ -218,23 +199,18 @@ CASES = [
 
 @pytest.mark.parametrize(("data", "mode", "part", "steps"), CASES)
 def test_losses_are_those_of_the_loop_by_hand(data: str, mode: str, part: str, steps: int) -> None:
-    hand = compare(data, mode, PARTS[part], steps)
+    recipe = recipe_of(data, mode, steps, **PARTS[part])
+    run, initial, losses = by_trainer(recipe, doubled=mode == "fp64")
+    hand = ByHand(recipe, initial)
+    early, late = TOLERANCE[mode]
+    assert len(losses) == steps
+    assert losses[:50] == pytest.approx(hand.losses[:50], rel=early)
+    assert losses == pytest.approx(hand.losses, rel=late)
+    least = 0.96 if steps == STEPS else 0.99
+    assert np.mean(losses[-5:]) < least * np.mean(losses[:5]), "nothing was learned"
+    assert int(run.state.lr.updates) == steps - hand.skipped
+    if run.state.average is not None:
+        averages = zip(run.state.average.tensors.values(), hand.average.parameters(), strict=True)
+        for ours, theirs in averages:
+            assert torch.allclose(ours, theirs, rtol=late, atol=10 * late)
     assert bool(hand.skipped) == (mode == "fp16"), "fp16 starts with a scale that overflows"
-
-
-COMPILED = {"compile": {"mode": "default"}, "data": {"micro_batch_size": 8}}
-
-
-def test_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is handed to the compiler, run as it is: making it C++ takes long."""
-    torch._dynamo.reset()
-    original, handed = torch.compile, list[str]()
-
-    def as_it_is(what: Any, *, mode: str, **keywords: Any) -> Any:
-        handed.append(mode)
-        return original(what, backend="aot_eager", **keywords)
-
-    monkeypatch.setattr(torch, "compile", as_it_is)
-    monkeypatch.setattr(prepare, "missing_for_compiling", lambda _: None)
-    compare("digits", "fp32", COMPILED, FEWER)
-    assert set(handed) == {"default"}
