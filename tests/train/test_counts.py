@@ -183,7 +183,7 @@ def test_a_rank_imports_no_compiler(tmp_path: Path) -> None:
     skip_with_another_torch()
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    settings = ("max_steps=2", "device=cpu", "data.workers=0", "parallel.threads=1")
+    settings = ("max_steps=1", "data.limit=64", "device=cpu", "data.workers=0", "parallel.threads=1")
     done = subprocess.run(
         [sys.executable, "-c", RANK, "train", "digits", *(f"--set={setting}" for setting in settings)],
         cwd=tmp_path,
