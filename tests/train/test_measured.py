@@ -162,4 +162,6 @@ def test_on_any_number_of_ranks(answers: dict[int, list[dict[str, Any]]], given:
     if isinstance(wanted, dict):
         assert alone == wanted
     if given.startswith("rows of "):
-        assert f'"torch.{given.split()[-1]}"' in next(iter(alone)), "of their own type, to the last bit"
+        assert f'"torch.{given[8:]}"' in next(iter(alone)), "of their own type, to the last bit"
+            "of their own type, to the last bit"
+        )
