@@ -163,5 +163,3 @@ def test_on_any_number_of_ranks(answers: dict[int, list[dict[str, Any]]], given:
         assert alone == wanted
     if given.startswith("rows of "):
         assert f'"torch.{given[8:]}"' in next(iter(alone)), "of their own type, to the last bit"
-            "of their own type, to the last bit"
-        )
