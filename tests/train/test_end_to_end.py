@@ -39,7 +39,7 @@ def test_digits_reach_98_percent(tmp_path: Path) -> None:
     assert read_rows(folder)[-1]["accuracy"] >= 0.98
 
 
-def test_all_of_a_run_is_in_its_folder_and_a_second_is_the_same(tmp_path: Path) -> None:
+def test_all_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
     done = trainer(tmp_path, "train", "digits", *QUICK)
     assert done.returncode == 0, done.stderr
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
@@ -47,19 +47,6 @@ def test_all_of_a_run_is_in_its_folder_and_a_second_is_the_same(tmp_path: Path) 
     end = read_rows(folder)[-1]
     assert end["kind"] == "end"
     assert end["accuracy"] >= 0.75, "0.87 after two passes; all thirty come to 0.98"
-    look_into(folder, end)
-
-    assert trainer(tmp_path, "train", "digits", *QUICK).returncode == 0
-    (second,) = (path for path in (tmp_path / "runs").iterdir() if path.name[-1] == "2")
-    assert (second.name[:-1], second.name[-1]) == (folder.name[:-1], "2")
-    losses = [[row.get("loss") for row in read_rows(one)] for one in (folder, second)]
-    assert losses[0] == losses[1], "the same configuration is the same run"
-    for name in ("model", "ema"):
-        one, other = ((each / f"{name}.safetensors").read_bytes() for each in (folder, second))
-        assert one == other, name
-
-
-def look_into(folder: Path, end: dict[str, Any]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
     assert manifest["summary"]["accuracy"] == end["accuracy"]
