@@ -333,31 +333,20 @@ def test_what_learns_beside_the_model_is_named(monkeypatch: pytest.MonkeyPatch) 
 class Modes(nn.Module):
     """Tells in which modes its parts were when it was trained."""
 
-    def __init__(self, off: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm, self.drop = nn.BatchNorm1d(4, dtype=F64), nn.Dropout(0.5)
         self.linear = nn.Linear(4, 2, dtype=F64)
         self.seen: list[tuple[bool, ...]] = []
-        self.off = off
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.seen.append(tuple(m.training for m in (self, self.norm, self.drop, self.linear)))
-            if self.off and len(self.seen) == 3:
-                getattr(self, self.off).eval()
         return self.linear(self.drop(self.norm(x))).square().sum(1)  # type: ignore[no-any-return]
 
 
-class Stays(nn.BatchNorm1d):
-    """Keeps its statistics in training, too."""
-
-    def train(self, _: bool = True) -> "Stays":
-        super().train(False)
-        return self
-
-
 def set_modes(how: str) -> nn.Module:
-    model = Modes("norm" if how == "later" else "")
+    model = Modes()
     match how:
         case "parts":
             model.norm.eval()
@@ -367,8 +356,6 @@ def set_modes(how: str) -> nn.Module:
         case "all but one":
             model.eval()
             model.linear.train()
-        case "override":
-            model.norm = Stays(4, dtype=F64)
         case _:
             pass
     return model
@@ -380,20 +367,16 @@ def set_modes(how: str) -> nn.Module:
         ("parts", (True, False, False, True)),
         ("all", (True, True, True, True)),
         ("all but one", (False, False, False, True)),
-        ("override", (True, False, True, True)),
-        ("later", (True, False, True, True)),
     ],
 )
 def test_modes_stay_as_they_were_set(how: str, wanted: tuple[bool, ...]) -> None:
     run = looped(Own(lambda: set_modes(how)), "1 steps", log={"every": 1})
     model: Any = run.state.model
-    begun = (True, True, True, True) if how == "later" else wanted
-    assert model.seen[0] == begun
-    assert set(model.seen[3:]) == {wanted}
+    assert set(model.seen) == {wanted}
     assert tuple(m.training for m in (model, model.norm, model.drop, model.linear)) == wanted
-    assert bool(model.norm.running_mean.any()) is begun[1]
+    assert bool(model.norm.running_mean.any()) is wanted[1]
     told = [note for note in run.notes if "in evaluation mode" in note]
-    assert bool(told) is (how in ("parts", "all but one"))
+    assert bool(told) is (how != "all")
     if told:
         assert "norm, drop" in told[0]
 

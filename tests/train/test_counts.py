@@ -23,10 +23,6 @@ import pytest
 
 from benchmarks import overhead
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps
-from tests.helpers.toys import build_alone
-from trainer.config.recipe_file import load_recipe
-from trainer.train.components.task import make_task
-from trainer.train.step import train_step
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
@@ -43,10 +39,6 @@ BYTECODES = 2015
 BYTECODES_TOLERANCE = TOLERANCE if sys.version_info[:2] == (3, 11) else 0.1
 OPERATORS = 37
 COPIED = 344  # bytes: the batch's 320; loss and norm into the ring, both float64; the norms' stack; the rate
-# Bytes that operators copy in a step of the digits recipe, besides those of its batch: pixels to floats
-# (16,384), the grid of the augmentation (32,768), and 2,644 of norms, the rate, BatchNorm's statistics and
-# how often its layers ran.
-COPIED_BY_DIGITS = 51_796
 _FIRST, _LAST = 99, 199  # steps; the metrics of every 50th are among them
 
 
@@ -237,26 +229,3 @@ def test_nothing_of_pythons_grows_from_step_to_step(tmp_path: Path) -> None:
 def forget_names() -> None:
     """Empties the interpreter's table of attributes: it holds names that C++ made anew for each look-up."""
     getattr(sys, "_clear_internal_caches" if sys.version_info >= (3, 13) else "_clear_type_cache")()
-
-
-@pytest.mark.parametrize("resident", [True, False])
-def test_the_bytes_that_a_step_of_the_digits_copies(resident: bool) -> None:
-    words = ["model.width=8", "data.workers=0", "parallel.threads=1", f"data.resident={resident}"]
-    recipe = load_recipe("digits", words)
-    run = build_alone(recipe, make_task(recipe))
-    run.replica.train()
-    batches = run.loader(run.share.batches())
-    steps = []
-    for step in range(6):
-        with counting(seen := Counter[str]()):
-            train_step(run, batches, step)
-        steps.append(seen)
-    assert steps[1:] == steps[1:2] * 5
-    assert not of(steps[1], "waits")
-    copied = of(steps[1], "copied")
-    batch = (64 * 8 * 8 + 64 * 8) if resident else 0  # images and labels, gathered; or they lie in the ring
-    assert copied.get("copied aten.index_select.default", 0) == batch
-    floats = sum(copied.get(f"copied aten.{name}.default", 0) for name in ("_to_copy", "copy_"))
-    assert 4 * 64 * 8 * 8 <= floats < 2 * 4 * 64 * 8 * 8  # to float32, once
-    skip_with_another_torch()
-    assert sum(copied.values()) == COPIED_BY_DIGITS + batch, copied

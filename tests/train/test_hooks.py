@@ -305,41 +305,18 @@ def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         validated(Recipe, {"epochs": 1, "hooks": {"use": ["own.py"]}}, "mine")
 
 
-class Kept:
-    """A hook of a notebook."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.metrics: list[dict[str, float]] = []
-
-    def after_step(self, row: dict[str, Any]) -> None:
-        self.steps.append(row["step"])
-
-    def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        assert step == self.steps[-1]
-        self.metrics.append(metrics)
-
-
-def test_fit_takes_some(tmp_path: Path) -> None:
-    settings = {"parallel.threads": 1, "data.global_batch_size": 5, "data.micro_batch_size": 5}
-    kept = Kept()
-    run = fit(Small, {**settings, "epochs": 4, "log.every": 1}, out=tmp_path / "run", hooks=[kept])
-    assert kept.steps == list(range(1, 9))
-    assert kept.metrics[-1] == run.metrics
-    wrong: Any
-    for wrong, name in ((Kept, "hooks"), ([3], "hook int")):
-        with refused(name):
-            fit(Small, {**settings, "epochs": 1}, out=tmp_path / "other", hooks=wrong)
-    assert not (tmp_path / "other").exists()
-
-
 class Looking:
     """It computes a metric itself, by the model that it asks for."""
 
     def __init__(self) -> None:
+        self.steps: list[int] = []
         self.seen: list[tuple[float, float]] = []
 
-    def after_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None:  # noqa: ARG002
+    def after_step(self, row: dict[str, Any]) -> None:
+        self.steps.append(row["step"])
+
+    def after_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None:
+        assert step == self.steps[-1]
         assert not any(one.training for one in model.modules())
         x, y = torch.arange(10.0).view(5, 2) / 10, torch.arange(10.0).view(5, 2)[:, :1] / 10
         loss = torch.nn.functional.mse_loss(model[1](x), y)
@@ -357,18 +334,23 @@ class Normed(Small):
         return torch.nn.functional.mse_loss(model[1](batch["x"]), batch["y"], reduction="none")
 
 
-def test_one_may_ask_for_the_model(tmp_path: Path) -> None:
+def test_one_of_a_notebook_may_ask_for_the_model(tmp_path: Path) -> None:
     """As it was evaluated: with the averaged weights; no bit changes."""
     settings = {"epochs": 4, "ema.decay": 0.9, "data.global_batch_size": 5, "data.micro_batch_size": 5}
-    settings["parallel.threads"] = 1
+    settings |= {"parallel.threads": 1, "log.every": 1}
     looking = Looking()
     with_it = fit(Normed, settings, out=tmp_path / "with", hooks=[looking])
     without = fit(Normed, settings, out=tmp_path / "without")
-    assert len(looking.seen) > 1
+    assert looking.steps == list(range(1, 9)) and len(looking.seen) > 1
     for own, told in looking.seen:
         assert own == pytest.approx(told, rel=1e-6)
     files = [run.folder / "model.safetensors" for run in (with_it, without)]
     assert files[0].read_bytes() == files[1].read_bytes()
+    wrong: Any
+    for wrong, name in ((Looking, "hooks"), ([3], "hook int")):
+        with refused(name):
+            fit(Normed, settings, out=tmp_path / "other", hooks=wrong)
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_error_after_the_last_checkpoint_changes_no_ending(own: Path, tmp_path: Path) -> None:
