@@ -15,7 +15,6 @@ from tests.recorded.__main__ import RECORD, SEEDS as RECORDED
 from tests.recorded.draw import BATCH, KINDS, draw
 from tests.recorded.files import left_out
 from tests.recorded.play import Workplace, WrongError, compare, play
-from tests.recorded.refusals import REFUSALS
 
 SEEDS = range(100, 110)  # one of each kind
 
@@ -50,11 +49,7 @@ def test_the_record_is_whole() -> None:
     assert {case["kind"] for case in cases.values()} == set(KINDS)
     assert sum(case["recipe"]["data"]["micro_batch_size"] == BATCH for case in cases.values()) >= 20
     assert all(one["weights"] and one["order"] for one in record["recipes"].values())
-    assert {words: one["code"] for words, one in record["refusals"].items()} == {
-        one.words: 2 for one in REFUSALS
-    }
-    assert all(record["refusals"][one.words]["names"] == list(one.names) for one in REFUSALS)
-    assert len(REFUSALS) == 40 and set(record["machine"]) >= {"flags", "threads", "torch", "python"}
+    assert set(record["machine"]) >= {"flags", "threads", "torch", "python"}
 
 
 def _run(folder: Path, weight: float, loss: float) -> Path:

@@ -1,7 +1,6 @@
 """Promise, on a GPU: no host synchronization in the loop, and the same results as on the CPU."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +10,6 @@ import torch
 
 from tests.helpers.toys import make_recipe, rows_to
 from trainer.checkpoint.store import newest_good, write
-from trainer.config.recipe import Recipe
-from trainer.data.batch import Batch
 from trainer.data.loader import Source, make_loader
 from trainer.distributed.parallel import World
 from trainer.models.compiling import missing_for_compiling
@@ -38,12 +35,6 @@ DIGITS: dict[str, Any] = {
     "ema": {"decay": 0.9},
     "log": {"every": 5},
 }
-
-
-def make_batches(run: Run, recipe: Recipe) -> Iterator[Batch]:
-    """Batches on the device, of a run of one rank."""
-    source = Source(run.task.train_data, run.share, run.task.train_data.uniforms + run.task.uniforms)
-    return make_loader(source, torch.device("cuda", 0), recipe.data, 0)(run.share.batches())
 
 
 def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float]:
@@ -73,12 +64,6 @@ def test_the_loop_never_waits_for_the_gpu(mode: str, resident: bool) -> None:
     data = DIGITS["data"] | {"resident": resident, "workers": "auto" if resident else 2}
     losses = losses_on(torch.device("cuda", 0), strict=True, precision={"mode": mode}, data=data)
     assert len(losses) == 6
-    assert all(math.isfinite(loss) for loss in losses)
-
-
-def test_checkpointing_and_accumulation_never_wait_either() -> None:
-    data = DIGITS["data"] | {"micro_batch_size": 8}
-    losses = losses_on(torch.device("cuda", 0), strict=True, memory={"checkpointing": "blocks"}, data=data)
     assert all(math.isfinite(loss) for loss in losses)
 
 

@@ -20,6 +20,11 @@ SEED = {
 }
 
 
+def infinite_slope(model: nn.Module) -> Any:
+    """Zero, whose gradient is infinite."""
+    return sum((p * 0).sum().abs().sqrt() for p in model.parameters())
+
+
 def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
     """Makes some steps of a fork go bad."""
 
@@ -41,8 +46,7 @@ def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[],
                 return loss * 1e3
             if harm == "loss":
                 return loss + math.nan
-            zero = sum((p * 0).sum().abs().sqrt() for p in model.parameters())  # its slope there is infinite
-            return loss + zero
+            return loss + infinite_slope(model)
 
         replace(loop, "train_step", noted)
         replace(Classification, "loss", harmed)

@@ -2,35 +2,30 @@
 
 import json
 import math
-import multiprocessing
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
 from tests.chaos import ending
 from tests.helpers.forked import Attempt, attempt, small
-from tests.helpers.late import import_late
-from tests.helpers.poison import SEED, Harm, poison
-from tests.helpers.ports import free_port
+from tests.helpers.poison import SEED, Harm, infinite_slope, poison
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
+from tests.helpers.toys import SMALL, make_recipe, rows_to
+from tests.helpers.world import Ranks
 from trainer.checkpoint.store import newest_good
 from trainer.config.recipe import Recipe
 from trainer.config.training import AnomalyConfig
-from trainer.launch.worker import Worker
-from trainer.train.anomaly import (
-    judge_step,
-    median_and_deviation,
-    read_anomalies,
-)
+from trainer.distributed.parallel import World
+from trainer.train.anomaly import AnomalyDetector, Finding, judge_step, median_and_deviation, read_anomalies
+from trainer.train.components.run import build
 from trainer.train.components.task import make_plan, make_task
-from trainer.train.request import Request
-from trainer.train.start.rank import train_rank
+from trainer.train.loop import train
 
 
 def watched(**keys: Any) -> Recipe:
@@ -62,11 +57,6 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None and newest.step == 7
     assert all(tensor.isfinite().all() for tensor in newest.tensors["model"].values())
-
-
-def test_a_run_that_stopped_goes_on_by_force_alone(tmp_path: Path) -> None:
-    folder, recipe = tmp_path / "run", small(**SEED, checkpoint={"every": 1})
-    assert attempt(folder, recipe, before=poison([7], "gradient")).code == 1
     again = attempt(folder, recipe)
     assert again.code == 1 and named(again.said, "--resume force")
     cured = attempt(folder, recipe, "force")
@@ -103,20 +93,16 @@ def test_means_are_over_the_steps_that_were_made(
     skipped: dict[str, tuple[Path, Attempt]], tmp_path: Path
 ) -> None:
     """A step that was left out has no loss and no norm, and counts nothing in a longer row."""
-    every = {log: watched(nonfinite="skip").model_copy(deep=True) for log in (1, 8)}
-    for log, recipe in every.items():
-        recipe.log.every = log
-        for stop_at, code in ((5, 75), (None, 0)) if log > 1 else ((None, 0),):
-            done = attempt(tmp_path / f"{log}", recipe, stop_at=stop_at, before=poison(SKIPPED, "loss"))
-            assert done.code == code
-    each = {row["step"]: row for row in read_rows(tmp_path / "1") if row["kind"] == "train"}
-    losses = [each[step]["loss"] for step in range(1, 17)]
-    assert [step for step, loss in enumerate(losses) if loss is None] == SKIPPED
-    assert [step - 1 for step, row in each.items() if row["grad_norm"] is None] == SKIPPED
-    for log, folder in ((2, skipped["loss"][0]), (8, tmp_path / "8")):
-        for row in (row for row in read_rows(folder) if row["kind"] == "train"):
-            made = [loss for loss in losses[row["step"] - log : row["step"]] if loss is not None]
-            assert row["loss"] == sum(made) / len(made)
+    recipe = watched(nonfinite="skip")
+    recipe.log.every = 1
+    assert attempt(tmp_path / "1", recipe, before=poison(SKIPPED, "loss")).code == 0
+    each = read_rows(tmp_path / "1", ("train",))
+    losses = [row["loss"] for row in each]
+    for name in ("loss", "grad_norm"):
+        assert [step for step, row in enumerate(each) if row[name] is None] == SKIPPED
+    for row in read_rows(skipped["loss"][0], ("train",)):
+        made = [loss for loss in losses[row["step"] - 2 : row["step"]] if loss is not None]
+        assert row["loss"] == sum(made) / len(made)
 
 
 @pytest.mark.parametrize("harm", ["loss", "gradient"])
@@ -134,17 +120,13 @@ def test_skip(skipped: dict[str, tuple[Path, Attempt]], harm: Harm) -> None:
 def test_cut_between_the_anomalies_it_ends_the_same(
     skipped: dict[str, tuple[Path, Attempt]], tmp_path: Path
 ) -> None:
-    """And tells each once."""
+    """And tells each once. Steps with a bad loss or a bad gradient leave the weights of those without."""
     cut, recipe = tmp_path / "cut", watched(nonfinite="skip")
-    for stop_at, code in ((6, 75), (9, 75), (None, 0)):
+    for stop_at, code in ((6, 75), (None, 0)):
         assert attempt(cut, recipe, stop_at=stop_at, before=poison(SKIPPED, "loss")).code == code
     assert [one["step"] for one in read_anomalies(cut)] == [4, 8, 9]
-    assert ending(cut).weights == ending(skipped["loss"][0]).weights
-
-
-def test_what_is_skipped_does_not_matter(skipped: dict[str, tuple[Path, Attempt]]) -> None:
-    """Steps with a bad loss and those with a bad gradient leave the same weights: those without them."""
-    assert ending(skipped["loss"][0]).weights == ending(skipped["gradient"][0]).weights
+    weights = ending(cut).weights
+    assert all(ending(folder).weights == weights for folder, _ in skipped.values())
 
 
 def test_too_many(tmp_path: Path) -> None:
@@ -172,72 +154,35 @@ def test_fp16_looks_for_its_scale_undisturbed(tmp_path: Path) -> None:
     assert lost.code == 1 and named(lost.line, "3 loss")
 
 
-def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: Any, told: Path) -> None:
-    file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    before()
-    with Worker() as worker:
-        worker.code = train_rank(Request(recipe, "small", folder)).code
-    record = worker.record
-    assert record is not None
-    manifest = folder / "manifest.json"
-    status = json.loads(manifest.read_text())["status"] if manifest.exists() else "none"
-    os.write(file, f"{record.traceback}status {status}\n{record.line}".encode())
-    os._exit(record.code)
+def trained(
+    world: World, bad_rank: int, harm: Harm, policy: str, reduction: str
+) -> tuple[Finding | None, list[Any]]:
+    """What ends a run of which a rank's micro-batch goes bad in step 4, and its weights."""
+    parallel = {"threads": 1, "reduction": reduction}
+    recipe = make_recipe(**SMALL, anomaly={"nonfinite": policy}, parallel=parallel)
+    task: Any = make_task(recipe)
+    run, original = build(recipe, task, world, 0), task.loss
+
+    def harmed(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = original(model, batch)
+        if run.state.step != 3 or world.rank != bad_rank:
+            return loss
+        return loss + (math.nan if harm == "loss" else infinite_slope(model))
+
+    task.loss = harmed
+    assert run.recent is not None
+    detector = AnomalyDetector(recipe.anomaly, run.recent, run.reduction.loss_group, 0, run.state.history)
+    ended = train(run, rows_to(run), detector)
+    return ended.finding, [one.tolist() for one in run.gradients.parameters]
 
 
-def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[Attempt]:
-    """An attempt with two ranks."""
-    folder.mkdir(exist_ok=True)
-    import_late()
-    port = free_port()
-    told = [folder.with_name(f"{folder.name}.{number}") for number in range(2)]
-    processes = [
-        multiprocessing.get_context("fork").Process(
-            target=_rank_of_two, args=(number, port, folder, recipe, before, told[number])
-        )
-        for number in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    texts = [file.read_text() for file in told]
-    return [
-        Attempt(process.exitcode or 0, text.splitlines()[-1] if text else "", text)
-        for process, text in zip(processes, texts, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("harm", "policy", "reduction"),
-    [
-        ("gradient", "stop", "all_reduce"),
-        ("loss", "skip", "tree"),
-    ],
-)
-def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) -> None:
+def test_ranks_agree(ranks: Ranks) -> None:
     """One rank's micro-batch goes bad; both do the same about it."""
-    recipe = small(
-        **{**SEED, "data": {"augment": "flip", "micro_batch_size": 4}},
-        anomaly={"nonfinite": policy},
-        parallel={"reduction": reduction},
-    )
-    done = two_ranks(tmp_path / "run", recipe, poison([7], harm, only_rank=1))
-    assert {one.code for one in done} == {1 if policy == "stop" else 0}, done
-    (anomaly,) = read_anomalies(tmp_path / "run")
-    assert (anomaly["step"], anomaly["policy"]) == (8, policy)
-    assert anomaly["samples"] == samples_of(recipe, 7)
-    if policy == "stop":
-        assert all(named(one.line, f"8 {harm}") for one in done)
-        return
-    ending(tmp_path / "run")
-    other = two_ranks(tmp_path / "other", recipe, poison([7], "gradient", only_rank=0))
-    assert {one.code for one in other} == {0}
-    assert ending(tmp_path / "run").weights == ending(tmp_path / "other").weights
+    for found, _ in ranks.run(2, trained, 1, "gradient", "stop", "all_reduce"):
+        assert found is not None and (found.step, found.kind) == (3, "nonfinite")
+    first, second = ranks.run(2, trained, 1, "loss", "skip", "tree")
+    assert first == second and first[0] is None
+    assert ranks.run(2, trained, 0, "gradient", "skip", "tree") == [first, first], "whatever was bad"
 
 
 CONFIG = AnomalyConfig(nonfinite="stop", spike="stop", spike_deviations=5.0, spike_history=10)

@@ -2,13 +2,11 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.helpers.ports import free_port
 from tests.helpers.refusals import named
@@ -31,22 +29,13 @@ class Keeping(nn.Module):
     mean: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, kind: str = "all") -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.linear: nn.Module = nn.Linear(3, 4, dtype=F64)
-        self.norm: nn.Module = nn.Identity()
-        if kind == "all":
-            self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
-            self.norm = nn.InstanceNorm1d(5, track_running_stats=True, dtype=F64)
-        elif kind == "own batchnorm":
-            self.norm = OwnBatchNorm(5, dtype=F64)
-        elif kind == "frozen":
-            self.norm = Frozen(5, dtype=F64)
-        start = None if kind == "made later" else torch.zeros(3, dtype=F64)
-        if kind == "complex":
-            start = torch.zeros(3, dtype=torch.complex64)
-        self.register_buffer("mean", start, persistent=kind != "forgotten")
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4, dtype=F64))
+        self.norm = nn.InstanceNorm1d(5, track_running_stats=True, dtype=F64)
+        start = torch.zeros(3, dtype=torch.complex64 if kind == "complex" else F64)
+        self.register_buffer("mean", None if kind == "made later" else start, kind != "forgotten")
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,48 +48,23 @@ class Keeping(nn.Module):
                     self.mean = x.detach().flatten()
                 case "made later":
                     self.mean = now
-                case "frozen" | "own batchnorm":
-                    pass
                 case _:
                     self.mean = 0.9 * self.mean + 0.1 * now
             self.seen += 1
-        x = self.norm(x)
-        shift = self.mean.abs() if self.kind in ("all", "complex") else 0.0
-        result: torch.Tensor = self.linear(x - shift)
+        shift = self.mean.abs() if self.kind in ("replaced", "complex") else 0.0
+        result: torch.Tensor = self.linear(self.norm(x) - shift)
         return result
 
 
-class OwnBatchNorm(nn.BatchNorm1d):
-    """Counts no batches."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        statistics = (self.running_mean, self.running_var)
-        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.2)
-
-
-class Frozen(nn.BatchNorm1d):
-    """Keeps its statistics in training, too."""
-
-    def train(self, _: bool = True) -> "Frozen":
-        super().train(False)
-        return self
-
-
 class Task(TokenTask):
-    """Has a model of a kind; tells how many samples its loss was given."""
+    """Has a model of a kind."""
 
-    sizes: list[int] = []  # noqa: RUF012
-
-    def __init__(self, kind: str = "all") -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(32, ragged=False)
         self.kind = kind
 
     def model(self) -> nn.Module:
         return Keeping(self.kind)
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        self.sizes.append(len(batch.fields["x"]))
-        return super().loss(model, batch)
 
 
 def built(world: World, task: TokenTask, reduction: str = "all_reduce", **parallel: Any) -> Run:
@@ -131,49 +95,27 @@ def train_kind(world: World, kind: str, steps: range, state: State | None, *how:
     return train(world, Task(kind), steps, state, *how)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reduction"),
-    [
-        ("all", "all_reduce"),
-        ("all", "tree"),
-        ("complex", "tree"),
-        ("own batchnorm", "all_reduce"),
-        ("frozen", "all_reduce"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "reduction"), [("replaced", "all_reduce"), ("complex", "tree")])
 def test_a_run_on_two_ranks_goes_on_exactly(ranks: Ranks, kind: str, reduction: str) -> None:
     """Each rank from the first one's state, as a checkpoint holds it."""
-    whole = ranks.run(2, train_kind, kind, range(5), None, reduction)
+    whole, other = ranks.run(2, train_kind, kind, range(5), None, reduction)
     begun = ranks.run(2, train_kind, kind, range(2), None, reduction)
+    assert_same_bits(whole, other)
     for state in ranks.run(2, train_kind, kind, range(2, 5), begun[0], reduction):
-        assert_same_bits(whole[0], state)
-    for state in (whole[1], begun[1]):
-        assert_same_bits(whole[0] if state is whole[1] else begun[0], state)
-    for size in (1, 4):
-        for state in ranks.run(size, train_kind, kind, range(5), None, reduction):
-            for name, tensor in state["model"].items():
-                assert torch.allclose(tensor, whole[0]["model"][name], rtol=1e-5), name
-            if reduction == "tree":
-                assert_same_bits(whole[0], state)
-    assert int(whole[0]["model"]["seen"]) == 5
-    if kind in ("all", "complex"):
-        assert float(whole[0]["model"]["mean"].abs().min()) > 0
-    if kind == "complex":
-        assert float(whole[0]["model"]["mean"].imag.min()) > 0
-    if kind == "own batchnorm":
-        assert float(whole[0]["model"]["norm.running_mean"].abs().min()) > 0
-    if kind == "frozen":
-        assert not whole[0]["model"]["norm.running_mean"].any()
+        assert_same_bits(whole, state)
+    mean = whole["model"]["mean"]
+    assert int(whole["model"]["seen"]) == 5 and float(mean.abs().min()) > 0
+    assert kind != "complex" or float(mean.imag.min()) > 0
 
 
 def test_statistics_of_ones_own_are_those_of_torch() -> None:
     """One update a step of one micro-batch: what the model itself would do."""
     recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 8}, optim={"lr": 1e-9})
-    for kind in ("complex", "own batchnorm", "own"):
+    for kind in ("complex", "replaced"):
         run = build_alone(recipe, Task(kind))
         alone = Keeping(kind).train()
-        batches = list(zip(range(4), run.loader(run.share.batches()), strict=False))
-        for step, batch in batches:
+        alone.load_state_dict(run.state.model.state_dict())
+        for step, batch in zip(range(4), run.loader(run.share.batches()), strict=False):
             train_step(run, iter([batch]), step)
             alone(batch.fields["x"])
         for name, buffer in alone.named_buffers():
@@ -197,46 +139,16 @@ def test_what_no_checkpoint_could_hold_is_refused_before_training(ranks: Ranks) 
 
 
 class Branching(nn.Module):
-    """Leaves a branch with BatchNorm out where its samples say so."""
+    """Leaves a branch out on one rank."""
 
-    def __init__(self, leaves: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, leaves: bool) -> None:
         super().__init__()
         self.leaves = leaves
         self.used, self.branch = (nn.Linear(3, 4, dtype=F64) for _ in range(2))
-        self.norm = nn.BatchNorm1d(5, dtype=F64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.used(x)
-        return result if self.leaves(x) else result + self.branch(self.norm(x))
-
-
-def train_branching(world: World, which: str, **parallel: Any) -> State:
-    """Leaves the branch out on one rank, or by the samples of a micro-batch."""
-    task = TokenTask(32, ragged=False)
-    leaves: dict[str, Callable[[torch.Tensor], bool]] = {
-        "rank 1": lambda x: world.rank == 1 and bool(x.any()),
-        "at random": lambda x: float(x.flatten()[0]) > 0.3,
-    }
-    task.model = lambda: Branching(leaves[which])  # type: ignore[method-assign]
-    return train(world, task, range(8), None, **parallel)
-
-
-def train_branching_found(world: World, which: str, reduction: str) -> State:
-    more: dict[str, Any] = {"find_unused_parameters": True} if reduction == "all_reduce" else {}
-    return train_branching(world, which, reduction=reduction, **more)
-
-
-@pytest.mark.parametrize("which", ["rank 1", "at random"])
-def test_a_branch_may_be_left_out_on_one_rank(ranks: Ranks, which: str) -> None:
-    first, second = ranks.run(2, train_branching_found, which, "all_reduce")
-    assert_same_bits(first, second)
-    for state in ranks.run(2, train_branching_found, which, "tree"):
-        for name, tensor in first["model"].items():
-            assert torch.allclose(tensor, state["model"][name], rtol=1e-9), name
-    if which == "at random":
-        alone = ranks.run(1, train_branching_found, which, "tree")[0]
-        for name, tensor in first["model"].items():
-            assert torch.allclose(tensor, alone["model"][name], rtol=1e-9), name
+        return result if self.leaves else result + self.branch(x)
 
 
 def _alone_in_leaving(number: int, port: int, pipe: Any) -> None:
@@ -244,7 +156,9 @@ def _alone_in_leaving(number: int, port: int, pipe: Any) -> None:
     os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": port}.items()})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with Worker() as worker, joined_world("cpu", 60) as world:
-        train_branching(world, "rank 1", bucket_mb=1)
+        task = TokenTask(32, ragged=False)
+        task.model = lambda: Branching(world.rank == 1)  # type: ignore[method-assign]
+        train(world, task, range(8), None, bucket_mb=1)
     assert worker.record is not None
     pipe.send((worker.record.code, worker.record.line, worker.record.consequence))
     os._exit(0)

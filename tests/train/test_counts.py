@@ -1,6 +1,7 @@
 """Promise: what a step costs doesn't grow unseen. Counted, not timed: the machine's load changes nothing."""
 
 import contextlib
+import gc
 import math
 import os
 import re
@@ -8,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from benchmarks import overhead
@@ -183,7 +187,7 @@ def test_a_rank_imports_no_compiler(tmp_path: Path) -> None:
     skip_with_another_torch()
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    settings = ("max_steps=2", "device=cpu", "data.workers=0", "parallel.threads=1")
+    settings = ("max_steps=1", "data.limit=64", "device=cpu", "data.workers=0", "parallel.threads=1")
     done = subprocess.run(
         [sys.executable, "-c", RANK, "train", "digits", *(f"--set={setting}" for setting in settings)],
         cwd=tmp_path,
@@ -194,3 +198,34 @@ def test_a_rank_imports_no_compiler(tmp_path: Path) -> None:
     )
     told = [line for line in done.stdout.splitlines() if line.startswith("after ")]
     assert told == [f"after {optimizer} 0 []" for optimizer in ("adamw", "sgd", "muon")], done.stdout
+
+
+def test_nothing_of_pythons_grows_from_step_to_step(tmp_path: Path) -> None:
+    """Bytes of Python's own memory after 350, 450, … steps, with no row of metrics between."""
+    looks = range(350, 1000, 100)
+    kept = array("q", [0] * len(looks))  # so that what is found takes no memory of its own
+
+    def done(step: int) -> None:
+        if step == 300:
+            gc.collect()
+            gc.freeze()  # what is there already needn't be looked through each time
+            tracemalloc.start()
+        if step in looks:
+            gc.collect()
+            forget_names()
+            kept[looks.index(step)] = tracemalloc.get_traced_memory()[0]
+
+    try:
+        tiny_steps(tmp_path, looks[-1] + 1, done, log_every=1000)
+    finally:
+        tracemalloc.stop()
+    assert all(kept), "not every look was taken"
+    growth = np.diff(np.array(kept))
+    # A list that gets None in each step would take 800 bytes more each time. The median, because another
+    # thread may keep something, once.
+    assert abs(np.median(growth)) < 200, growth
+
+
+def forget_names() -> None:
+    """Empties the interpreter's table of attributes: it holds names that C++ made anew for each look-up."""
+    getattr(sys, "_clear_internal_caches" if sys.version_info >= (3, 13) else "_clear_type_cache")()

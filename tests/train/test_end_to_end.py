@@ -24,7 +24,6 @@ from trainer.models.images import build_model
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--set", "epochs=2", "--set", "data.micro_batch_size=32", "--set", "parallel.threads=1"]
-SMALLER = [*QUICK, *("--set", "model.width=4", "--set", "max_steps=6", "--set", "log.every=2")]
 
 
 def trainer(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +39,7 @@ def test_digits_reach_98_percent(tmp_path: Path) -> None:
     assert read_rows(folder)[-1]["accuracy"] >= 0.98
 
 
-def test_all_of_a_run_is_in_its_folder_and_a_second_is_the_same(tmp_path: Path) -> None:
+def test_all_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
     done = trainer(tmp_path, "train", "digits", *QUICK)
     assert done.returncode == 0, done.stderr
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
@@ -48,19 +47,6 @@ def test_all_of_a_run_is_in_its_folder_and_a_second_is_the_same(tmp_path: Path) 
     end = read_rows(folder)[-1]
     assert end["kind"] == "end"
     assert end["accuracy"] >= 0.75, "0.87 after two passes; all thirty come to 0.98"
-    look_into(folder, end)
-
-    assert trainer(tmp_path, "train", "digits", *QUICK).returncode == 0
-    (second,) = (path for path in (tmp_path / "runs").iterdir() if path.name[-1] == "2")
-    assert (second.name[:-1], second.name[-1]) == (folder.name[:-1], "2")
-    losses = [[row.get("loss") for row in read_rows(one)] for one in (folder, second)]
-    assert losses[0] == losses[1], "the same configuration is the same run"
-    for name in ("model", "ema"):
-        one, other = ((each / f"{name}.safetensors").read_bytes() for each in (folder, second))
-        assert one == other, name
-
-
-def look_into(folder: Path, end: dict[str, Any]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
     assert manifest["summary"]["accuracy"] == end["accuracy"]
@@ -84,35 +70,6 @@ def look_into(folder: Path, end: dict[str, Any]) -> None:
     evaluation = [row for row in read_rows(folder) if row["kind"] == "eval"][-1]
     loss = torch.nn.functional.cross_entropy(scores, labels)
     assert float(loss) == pytest.approx(evaluation["loss"], rel=1e-3)
-
-
-BROKEN = """
-import sys, trainer.train.components.task, trainer.tasks.classification as c
-original, calls = c.Classification.loss, []
-def loss(self, model, batch):
-    import os
-    calls.append(0)
-    if os.environ["RANK"] == "1" and len(calls) == 5:
-        raise RuntimeError("the fifth micro-batch of rank 1")
-    return original(self, model, batch)
-c.Classification.loss = loss
-"""
-
-
-def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:\n"
-        + "".join(f"    {line}\n" for line in BROKEN.strip().splitlines())
-        + "else:\n    from trainer.launch import launcher\n    launcher._AFTER_FAILURE_SECONDS = 300.0\n"
-    )
-    done = trainer(
-        tmp_path, "train", "digits", "--nproc-per-node", "2", *SMALLER, PYTHONPATH=f"{tmp_path}:{ROOT}"
-    )
-    assert done.returncode == 1
-    assert named(done.stderr, "RuntimeError 1")
-    assert done.stderr.count("Traceback") == 1
-    manifest = next((tmp_path / "runs").glob("*/manifest.json"))
-    assert json.loads(manifest.read_text())["status"] == "failed"
 
 
 INTERRUPTED = """

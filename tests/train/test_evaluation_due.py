@@ -3,16 +3,13 @@
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given, strategies as st
 
-from tests.helpers import preloaded
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
@@ -165,22 +162,3 @@ def test_what_is_no_number_is_not_better(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [best for best, _, _ in found] == [False, True, False, False, True, False, False]
     assert [waited for _, waited, _ in found] == [1, 0, 1, 2, 0, 1, 2]
     assert [over for *_, over in found] == [False, False, False, True, False, False, True]
-
-
-def test_on_two_ranks_it_ends_there_too(tmp_path: Path) -> None:
-    """Weights that stay what they are get no better."""
-    values = small(
-        evaluation={"every": "1 step", "patience": 2},
-        data={"micro_batch_size": 4},
-        model={"name": "small_resnet", "norm": "group"},
-        optim={"lr": 1e-30, "weight_decay": 0.0},
-        ema={"decay": 0.0},
-        checkpoint={"best": True},
-    )
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values.model_dump(mode="json", exclude_none=True)))
-    words = [sys.executable, "-m", "trainer", "train", "mine.yaml", "--nproc-per-node", "2", "--out", "run"]
-    done = preloaded.run(words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert evaluated(tmp_path / "run") == [1, 2, 3]
-    assert (manifest(tmp_path / "run")["status"], manifest(tmp_path / "run")["steps_done"]) == ("finished", 3)
-    assert {1, 3} <= checkpoints(tmp_path / "run")

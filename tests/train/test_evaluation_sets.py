@@ -1,26 +1,26 @@
 """Promise: more sets to measure on have rows of their own, one may decide, and training keeps its bits."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from PIL import Image
 
-from tests.helpers import preloaded
-from tests.helpers.forked import attempt, replace
-from tests.helpers.refusals import named, refusal, refused
+from tests.helpers.forked import attempt
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
-from trainer.checkpoint import CHECKPOINTS
+from tests.helpers.toys import build_alone
+from tests.helpers.world import Ranks
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
+from trainer.distributed.parallel import World
 from trainer.train import evaluate as evaluating
-from trainer.train.components.task import make_task, more_sets
+from trainer.train.components.run import build
+from trainer.train.components.task import check_files, data_of, make_task, more_sets
+from trainer.train.evaluate import evaluate_run
 
 
 def pictures(folder: Path, count: int, seed: int, classes: tuple[str, ...] = ("cat", "dog")) -> None:
@@ -59,12 +59,6 @@ def recipe(data: Path, sets: dict[str, Any] | None = None, **evaluation: Any) ->
             "checkpoint": {"every": 4, "minutes": 0},
         }
     )
-
-
-def written(folder: Path, values: Recipe) -> Path:
-    file = folder / "mine.yaml"
-    file.write_text(yaml.safe_dump(values.model_dump(mode="json", exclude_none=True)))
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -133,86 +127,45 @@ def test_each_set_has_the_numbers_of_its_own_pictures(
     assert named(said, "--on test")
 
 
-def test_stopped_and_resumed_it_is_the_same(data: Path, run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert attempt(folder, recipe(data), stop_after=5).code == 75
-    assert attempt(folder, recipe(data)).code == 0
-    assert weights(folder) == weights(run)
-    assert learned(folder) == learned(run)
+def test_another_content_of_a_set_is_another_run(data: Path, tmp_path: Path) -> None:
+    sets = {"test": {"split": "test"}, "far": {"path": str(tmp_path)}}
+    pictures(tmp_path / "val", 3, 9)
+    one, other = (data_of(values, make_task(values)) for values in (recipe(data), recipe(data, sets)))
+    assert {name for name in one if one[name] != other[name]} == {"evaluation data far"}
 
 
-def test_another_content_of_a_set_is_no_resume(data: Path, tmp_path: Path) -> None:
-    folder, other = tmp_path / "run", tmp_path / "other"
-    assert attempt(folder, recipe(data), stop_after=5).code == 75
-    pictures(other / "val", 3, 9)
-    moved = {"test": {"split": "test"}, "far": {"path": str(other)}}
-    refused = attempt(folder, recipe(data, sets=moved))
-    assert refused.code == 2
-    assert named(refused.line, "far")
+def measured(world: World, values: Recipe) -> dict[str, float]:
+    metrics, _ = evaluate_run(build(values, make_task(values), world, 0))
+    return metrics
 
 
-def test_on_two_ranks_with_workers_it_is_the_same(data: Path, run: Path, tmp_path: Path) -> None:
-    written(tmp_path, recipe(data))
-    words: list[str | Path] = [sys.executable, "-m", "trainer", "train", "mine.yaml", "--out", "run"]
-    done = preloaded.run([*words, "--nproc-per-node", "2", "--set", "data.workers=1"], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows, theirs = (read_rows(folder, ("eval",))[-1] for folder in (tmp_path / "run", run))
-    assert rows == theirs
-    assert weights(tmp_path / "run") == weights(run)
+def test_two_ranks_measure_the_same(ranks: Ranks, data: Path) -> None:
+    (alone,) = ranks.run(1, measured, recipe(data))
+    assert alone.keys() >= {"loss", "eval/test/loss", "eval/far/accuracy"}
+    assert ranks.run(2, measured, recipe(data)) == [alone, alone]
 
 
-def scored(scores: dict[str, list[float]]) -> Callable[[], None]:
-    """Accuracies by set, one after another."""
-
-    def put_in() -> None:
-        given_ = {name: iter(each) for name, each in scores.items()}
-        names: Iterator[str] = iter(())
-
-        def measured(*_: object) -> dict[str, float]:
-            nonlocal names
-            name = next(names, None)
-            if name is None:
-                names = iter(scores)
-                name = next(names)
-            return {"loss": 1.0, "accuracy": next(given_[name])}
-
-        replace(evaluating, "evaluate", measured)
-
-    return put_in
+@pytest.mark.parametrize(("decides", "best"), [("far", 6), ("test", 3)])
+def test_one_set_decides(data: Path, monkeypatch: pytest.MonkeyPatch, decides: str, best: int) -> None:
+    values = recipe(data, decides=decides)
+    run = build_alone(values, make_task(values))
+    for step, of_data, far in ((3, 0.1, 0.5), (6, 0.2, 0.9), (9, 0.3, 0.6)):
+        scores = iter((of_data, 0.0, far))  # of the main set, test and far
+        monkeypatch.setattr(evaluating, "evaluate", lambda *_, it=scores: {"accuracy": next(it)})
+        run.state.step = step
+        evaluate_run(run)
+    assert run.state.best is not None and run.state.best[1] == best
 
 
-FAR_IS_BEST_AT_6 = {"data": [0.1, 0.2, 0.3, 0.4], "test": [0.0] * 4, "far": [0.5, 0.9, 0.6, 0.6]}
-
-
-@pytest.mark.parametrize(("decides", "best", "ends"), [("far", 6, 12), ("test", 3, 9)])
-def test_one_set_decides(data: Path, tmp_path: Path, decides: str, best: int, ends: int) -> None:
-    chosen = recipe(data, decides=decides, patience=2 if decides == "test" else 0)
-    done = attempt(tmp_path / "run", chosen, before=scored(FAR_IS_BEST_AT_6))
-    assert done.code == 0, done.said
-    state = json.loads((tmp_path / "run" / CHECKPOINTS / f"step-{ends:08d}" / "state.json").read_text())
-    assert state["state"]["best"][1] == best
-    assert (tmp_path / "run" / CHECKPOINTS / f"step-{best:08d}").exists()
-
-
-@pytest.mark.parametrize(
-    ("sets", "line"),
-    [
-        ("{far: {path: ODD}}", "evaluation.sets.far 2 owl"),
-        ("{far: {split: tset}}", "/near/tset"),
-    ],
-)
-def test_bad_sets_are_one_line_and_leave_no_folder(data: Path, tmp_path: Path, sets: str, line: str) -> None:
+@pytest.mark.parametrize(("far", "line"), [({"path": "odd"}, "far 2 owl"), ({"split": "tset"}, "near/tset")])
+def test_bad_sets_are_refused(data: Path, tmp_path: Path, far: dict[str, str], line: str) -> None:
     pictures(tmp_path / "odd" / "val", 2, 0, ("cat", "owl"))
-    written(tmp_path, recipe(data, sets={}))
-    setting = f"evaluation.sets={sets}".replace("ODD", str(tmp_path / "odd"))
-    words = [sys.executable, "-m", "trainer", "train", "mine.yaml", "--out", "run", "--set", setting]
-    done = preloaded.run(words, cwd=tmp_path)
-    refusal(done.returncode, done.stderr, line, folder=tmp_path / "run")
+    far = {name: value.replace("odd", f"{tmp_path}/odd") for name, value in far.items()}
+    with refused(line):
+        make_task(recipe(data, {"far": far}))
 
 
 def test_missing_files_of_a_set_are_looked_up(data: Path, tmp_path: Path) -> None:
-    from trainer.train.components.task import check_files
-
     table = tmp_path / "table"
     for part in ("train", "val"):
         pictures(table / part, 4, 5)

@@ -7,27 +7,23 @@ import pytest
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refused
+from tests.helpers.run_folders import changed
 from trainer.train.model_of_run import open_run
 
 
-@pytest.fixture
-def mixed(tmp_path: Path) -> Path:
-    """A run that was stopped after step 5; among its checkpoints is a newer one of a like run, of step 10."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert attempt(ours, stop_after=5).code == attempt(theirs, small(seed=1), stop_after=10).code == 75
-    shutil.copytree(theirs / "checkpoints/step-00000010", ours / "checkpoints/step-00000010")
-    return ours
-
-
-def test_the_newest_of_the_run_itself_is_taken(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert open_run(mixed).weights == "checkpoints/step-00000005/ema.safetensors"
+def test_the_newest_of_the_run_itself_is_taken(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Among its checkpoints is a newer one of a like run, of step 10."""
+    mixed, theirs = changed(tmp_path / "ours", stopped), tmp_path / "theirs"
+    assert attempt(theirs, small(seed=1), stop_after=10).code == 75
+    shutil.copytree(theirs / "checkpoints/step-00000010", mixed / "checkpoints/step-00000010")
+    assert open_run(mixed).weights == "checkpoints/step-00000008/ema.safetensors"
     assert named(capsys.readouterr().err, "step-00000010")
     with refused("step-00000010"):
         open_run(mixed, checkpoint="10")
     assert open_run(mixed, checkpoint="5").weights == "checkpoints/step-00000005/ema.safetensors"
-
-
-def test_where_there_is_no_other_it_holds_none(mixed: Path) -> None:
-    shutil.rmtree(mixed / "checkpoints/step-00000005")
+    for step in (5, 8):
+        shutil.rmtree(mixed / f"checkpoints/step-0000000{step}")
     with refused("weights"):
         open_run(mixed)

@@ -12,16 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from tests.helpers.refusals import named, refused
+from tests.helpers.small_task import Small
 from trainer import fit
 from trainer.checkpoint import CHECKPOINTS
 from trainer.errors import BadInputError
@@ -31,30 +29,12 @@ from trainer.runs.manifest import read_stored
 
 SETTINGS = {
     "epochs": 1,
-    "data.global_batch_size": 8,
-    "data.micro_batch_size": 8,
+    "data.global_batch_size": 5,
+    "data.micro_batch_size": 5,
     "log.to": ["jsonl"],
     "log.every": 1,
     "parallel.threads": 1,
 }
-
-
-class Points:
-    """A task that takes a moment."""
-
-    def data(self) -> Any:
-        label = np.arange(16) % 2
-        both = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "y": label}
-        return both, both
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 2))
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        return {"loss": self.loss(model, batch)}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +43,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def quick(task: Any = Points, out: Any = "run", hooks: Any = (), **settings: Any) -> Any:
+def quick(task: Any = Small, out: Any = "run", hooks: Any = (), **settings: Any) -> Any:
     return fit(task, {**SETTINGS, **settings}, out=out, hooks=hooks)
 
 
@@ -88,7 +68,7 @@ def raises(error: BaseException) -> Callable[[], None]:
 # --- what is given back ---
 
 
-class Meddler(Points):
+class Meddler(Small):
     """Sets what the training sets, too."""
 
     def data(self) -> Any:
@@ -379,39 +359,12 @@ def test_a_folder_that_is_no_run_stays_as_it_is(here: Path) -> None:
 # --- the current folder ---
 
 
-TASK = dedent("""
-    import os
-    import numpy as np
-    from torch import nn
-    {top}
-
-    class Line:
-        def data(self):
-            x = np.linspace(0, 1, 16, dtype=np.float32)[:, None]
-            return {{"x": x}}, {{"x": x}}
-
-        def model(self):
-            return nn.Linear(1, 1)
-
-        def loss(self, model, batch):
-            return (model(batch.fields["x"]) - batch.fields["x"]).square().sum(1)
-
-        def measure(self, model, batch):
-            return {{"loss": self.loss(model, batch)}}
-""")
-
-
-def line_task(path: Path, top: str = "") -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(TASK.format(top=top))
-    return path
-
-
 def test_a_task_that_changes_the_folder(here: Path) -> None:
     """Its run, hooks, sinks and what it begins from are where they were meant."""
     (here / "sub" / "sub" / "sub").mkdir(parents=True)
-    line_task(here / "plain.py")
-    line_task(here / "task.py", "os.chdir('sub' if os.path.isdir('sub') else '.')")
+    task = "import os\nfrom tests.helpers.small_task import Small\nclass Mine(Small): pass\n"
+    (here / "plain.py").write_text(task)
+    (here / "task.py").write_text(f"{task}os.chdir('sub' if os.path.isdir('sub') else '.')\n")
     (here / "own.py").write_text(
         "def send(row): pass\nclass Watch:\n    def after_step(self, row): SEEN.append(row)\nSEEN = []"
     )

@@ -1,7 +1,6 @@
 """Promise: somebody's own code in a run is told all of it, late, changes nothing, and fails by its name."""
 
 import json
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -14,14 +13,14 @@ import yaml
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, small
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
 from trainer import fit
 from trainer.checkpoint.folder import folder_name
+from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
-from trainer.runs.manifest import read_stored
 from trainer.train.components.task import check_request, make_task
 
 # Each tells in a file beside it what it was called with, and in which rank.
@@ -96,12 +95,10 @@ OWN = dedent("""
     class Some(Watch):
         ranks = "some"
 
-    class Done(Watch):
-        ranks = "all"
-
+    class Done(Everywhere):
         def after_step(self, row):
             super().after_step(row)
-            if row["step"] >= 4 and os.environ.get("RANK", "0") == os.environ.get("ASKS", "0"):
+            if row["step"] >= 4 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
                 raise Finish("good")
 
     class Late:
@@ -138,23 +135,23 @@ def told(file: Path, *kinds: str) -> list[list[Any]]:
     return [event for event in events if not kinds or event[1] in kinds]
 
 
+def manifest(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return read
+
+
 def learned(folder: Path) -> list[bytes]:
     return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "ema")]
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return preloaded.run([sys.executable, "-m", "trainer", *words], cwd=folder)
-
-
-def typed(folder: Path, recipe: Recipe, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
-    return command(folder, "train", "mine.yaml", *words)
-
-
 def test_they_are_told_all_in_order(own: Path, tmp_path: Path) -> None:
-    done = attempt(tmp_path / "run", with_hooks(own, "Watch", "made"))
+    """And a sink gets every row; a run that is verified calls neither."""
+    run = tmp_path / "run"
+    done = attempt(run, with_hooks(own, "Watch", "made", log={"to": ["jsonl", f"{own}:send"]}))
     assert done.code == 0, done.said
-    twice = told(own)
+    rows = [[row["kind"], row["step"]] for row in read_rows(run, ())]
+    assert sorted(event[2:] for event in told(own, "row")) == sorted(rows)
+    twice = told(own, "step", "evaluation", "checkpoint")
     assert twice[::2] == twice[1::2], "each hook in turn, in the order that they are named in"
     events = twice[::2]
     by_kind = defaultdict(list)
@@ -166,16 +163,19 @@ def test_they_are_told_all_in_order(own: Path, tmp_path: Path) -> None:
     for step in (8, 16):
         at = [(kind, when) for _, kind, when, *_ in events]
         assert at.index(("step", step)) < at.index(("evaluation", step))
-    rows = {(row["kind"], row["step"]): row for row in read_rows(tmp_path / "run")}
+    losses = {(row["kind"], row["step"]): row.get("loss") for row in read_rows(run)}
     for _, kind, step, *what in events:
         if kind == "step":
             assert set(what[0]) <= {"float", "int", "str"}, "plain numbers: nothing of the device"
-            assert what[1] == rows["train", step]["loss"]
+            assert what[1] == losses["train", step]
         elif kind == "evaluation":
             assert what[0].keys() >= {"loss", "accuracy"}
-            assert what[0]["loss"] == rows["eval", step]["loss"]
+            assert what[0]["loss"] == losses["eval", step]
         else:
             assert what == [folder_name(step), True], "whole, on the disk"
+    before = told(own)
+    assert main(["verify", str(run)]) == 0
+    assert told(own) == before
 
 
 @pytest.fixture(scope="module")
@@ -197,13 +197,16 @@ def test_they_change_no_bit(own: Path, tmp_path: Path, alone: list[bytes]) -> No
 
 @pytest.mark.parametrize("name", ["Broken", "Leaving"])
 def test_an_error_in_one_ends_the_run(own: Path, tmp_path: Path, name: str) -> None:
+    """And tells no secret."""
     done = attempt(tmp_path / "run", with_hooks(own, name))
     assert done.code == 1
     where = {"Broken": "Broken.after_step: ValueError: ", "Leaving": "Leaving.after_evaluation: SystemExit: "}
     assert where[name] in done.line
     assert done.line.endswith("hooks.on_error=warn goes on without it")
     assert f'{own}", line' in done.said, "where in the hook"
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
+    assert manifest(tmp_path / "run")["status"] == "failed"
+    files = [path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert "hunter2" not in "".join([done.said, done.line, *files])
 
 
 def test_or_is_only_told(own: Path, tmp_path: Path, alone: list[bytes]) -> None:
@@ -227,10 +230,8 @@ def test_one_may_stop_the_run(own: Path, tmp_path: Path) -> None:
     done = attempt(tmp_path / "run", with_hooks(own, "Enough", hooks={"on_error": "warn"}))
     assert (done.code, done.line) == (1, "well enough, for now")
     assert "Traceback" not in done.said
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    assert (manifest["status"], manifest["reason"]) == ("stopped", "StopRun: well enough, for now")
-    assert attempt(tmp_path / "run", with_hooks(own, "Watch")).code == 0
-    assert [event[2] for event in told(own, "evaluation")] == [8, 16]
+    facts = manifest(tmp_path / "run")
+    assert (facts["status"], facts["reason"]) == ("stopped", "StopRun: well enough, for now")
 
 
 def test_one_may_finish_the_run(own: Path, tmp_path: Path) -> None:
@@ -238,56 +239,33 @@ def test_one_may_finish_the_run(own: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     recipe = with_hooks(own, "Done", evaluation={"every": "end"})
     assert attempt(run, recipe).code == 0
-    stored = read_stored(run)
-    assert stored is not None and (stored.status, stored.steps_done) == (
-        "finished",
-        6,
-    )  # the row of 4 is late
-    assert (
-        [row["step"] for row in read_rows(run, ("eval",))] == [6] == [e[2] for e in told(own, "evaluation")]
-    )
-    assert stored.summary["loss"] == read_rows(run, ("eval",))[-1]["loss"]
+    facts, evaluated = manifest(run), read_rows(run, ("eval",))
+    assert (facts["status"], facts["steps_done"]) == ("finished", 6), "the row of 4 is late"
+    assert [row["step"] for row in evaluated] == [6] == [e[2] for e in told(own, "evaluation")]
+    assert facts["summary"]["loss"] == evaluated[-1]["loss"]
     assert len(learned(run)) == 2
 
 
-def test_all_ranks_finish_after_the_same_step(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ASKS", "1")
-    recipe = small(
-        epochs=400, hooks={"use": [f"{own.name}:Done"]}, data={"micro_batch_size": 4}, ema={"decay": 0}
-    )
-    done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
-    assert done.returncode == 0, done.stderr
-    stored = read_stored(tmp_path / "run")
-    assert stored is not None and stored.status == "finished" and 4 < (stored.steps_done or 0) < 3200
-    assert read_rows(tmp_path / "run", ("eval",))[-1]["step"] == stored.steps_done
-
-
 def test_on_two_ranks(own: Path, tmp_path: Path) -> None:
-    """Paths are relative to where the command is typed, and modules there can be imported."""
-    recipe = small(epochs=1, hooks={"use": ["own.py:Watch", "own:Everywhere"]}, data={"micro_batch_size": 4})
-    done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
+    """Paths are relative to where the command is typed, modules there can be imported; one rank ends both."""
+    hooks = {"use": [f"{own.name}:Watch", "own:Done"]}
+    recipe = small(epochs=400, hooks=hooks, data={"micro_batch_size": 4}, ema={"decay": 0})
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
+    words = [sys.executable, "-m", "trainer", "train", "mine.yaml", "--nproc-per-node", "2", "--out", "run"]
+    done = preloaded.run(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for kind, due in (("step", range(2, 9, 2)), ("evaluation", (8,))):
-        events = [(event[0], event[2]) for event in told(own, kind)]
+    facts = manifest(tmp_path / "run")
+    ended = facts["steps_done"]
+    assert facts["status"] == "finished" and 4 < ended < 3200
+    assert read_rows(tmp_path / "run", ("eval",))[-1]["step"] == ended
+    steps = [row["step"] for row in read_rows(tmp_path / "run", ("train",))]
+    for kind, due in (("step", steps), ("evaluation", [ended])):
+        events = [(event[0], event[2]) for event in told(own, kind) if event[2] in due]
         assert [step for rank, step in events if rank == 0] == [step for step in due for _ in range(2)]
-        assert [step for rank, step in events if rank == 1] == list(due), "that of all ranks"
+        assert [step for rank, step in events if rank == 1] == due, "that of all ranks"
     losses = {(event[2], event[-1]) for event in told(own, "step")}
-    assert len(losses) == 4, "of all samples, on both ranks"
+    assert len(losses) == len(steps), "of all samples, on both ranks"
     assert {event[0] for event in told(own, "checkpoint")} == {0}, "who writes them"
-
-
-def test_an_error_in_one_ends_both_ranks_and_tells_no_secret(own: Path, tmp_path: Path) -> None:
-    recipe = small(hooks={"use": [f"{own.name}:Broken"]}, data={"micro_batch_size": 4})
-    done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
-    assert done.returncode == 1
-    assert "rank 0" in done.stderr
-    assert named(done.stderr, "HookError Broken.after_step ValueError")
-    assert 'own.py", line' in done.stderr
-    assert "hunter2" not in done.stdout + done.stderr
-    files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert b"hunter2" not in b"".join(files)
 
 
 @pytest.mark.parametrize(
@@ -327,54 +305,18 @@ def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         validated(Recipe, {"epochs": 1, "hooks": {"use": ["own.py"]}}, "mine")
 
 
-def test_a_sink_gets_every_row_and_verify_calls_none(own: Path, tmp_path: Path) -> None:
-    recipe = small(hooks={"use": ["own.py:Watch"]}, log={"to": ["jsonl", "own.py:send"]})
-    done = typed(tmp_path, recipe, "--out", "run")
-    assert done.returncode == 0, done.stderr
-    before = told(own)
-    assert {event[1] for event in before} == {"step", "evaluation", "checkpoint", "row"}
-    rows = [(row["kind"], row["step"]) for row in read_rows(tmp_path / "run", ())]
-    assert sorted(tuple(event[2:]) for event in told(own, "row")) == sorted(rows)
-    proof = command(tmp_path, "verify", "run")
-    assert proof.returncode == 0, proof.stdout + proof.stderr
-    assert told(own) == before
-
-
-class Kept:
-    """A hook of a notebook."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.metrics: list[dict[str, float]] = []
-
-    def after_step(self, row: dict[str, Any]) -> None:
-        self.steps.append(row["step"])
-
-    def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        assert step == self.steps[-1]
-        self.metrics.append(metrics)
-
-
-def test_fit_takes_some(tmp_path: Path) -> None:
-    settings = {"parallel.threads": 1, "data.global_batch_size": 5, "data.micro_batch_size": 5}
-    kept = Kept()
-    run = fit(Small, {**settings, "epochs": 4, "log.every": 1}, out=tmp_path / "run", hooks=[kept])
-    assert kept.steps == list(range(1, 9))
-    assert kept.metrics[-1] == run.metrics
-    wrong: Any
-    for wrong, name in ((Kept, "hooks"), ([3], "hook int")):
-        with refused(name):
-            fit(Small, {**settings, "epochs": 1}, out=tmp_path / "other", hooks=wrong)
-    assert not (tmp_path / "other").exists()
-
-
 class Looking:
     """It computes a metric itself, by the model that it asks for."""
 
     def __init__(self) -> None:
+        self.steps: list[int] = []
         self.seen: list[tuple[float, float]] = []
 
-    def after_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None:  # noqa: ARG002
+    def after_step(self, row: dict[str, Any]) -> None:
+        self.steps.append(row["step"])
+
+    def after_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None:
+        assert step == self.steps[-1]
         assert not any(one.training for one in model.modules())
         x, y = torch.arange(10.0).view(5, 2) / 10, torch.arange(10.0).view(5, 2)[:, :1] / 10
         loss = torch.nn.functional.mse_loss(model[1](x), y)
@@ -392,18 +334,23 @@ class Normed(Small):
         return torch.nn.functional.mse_loss(model[1](batch["x"]), batch["y"], reduction="none")
 
 
-def test_one_may_ask_for_the_model(tmp_path: Path) -> None:
+def test_one_of_a_notebook_may_ask_for_the_model(tmp_path: Path) -> None:
     """As it was evaluated: with the averaged weights; no bit changes."""
     settings = {"epochs": 4, "ema.decay": 0.9, "data.global_batch_size": 5, "data.micro_batch_size": 5}
-    settings["parallel.threads"] = 1
+    settings |= {"parallel.threads": 1, "log.every": 1}
     looking = Looking()
     with_it = fit(Normed, settings, out=tmp_path / "with", hooks=[looking])
     without = fit(Normed, settings, out=tmp_path / "without")
-    assert len(looking.seen) > 1
+    assert looking.steps == list(range(1, 9)) and len(looking.seen) > 1
     for own, told in looking.seen:
         assert own == pytest.approx(told, rel=1e-6)
     files = [run.folder / "model.safetensors" for run in (with_it, without)]
     assert files[0].read_bytes() == files[1].read_bytes()
+    wrong: Any
+    for wrong, name in ((Looking, "hooks"), ([3], "hook int")):
+        with refused(name):
+            fit(Normed, settings, out=tmp_path / "other", hooks=wrong)
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_error_after_the_last_checkpoint_changes_no_ending(own: Path, tmp_path: Path) -> None:
@@ -411,4 +358,4 @@ def test_an_error_after_the_last_checkpoint_changes_no_ending(own: Path, tmp_pat
     ended = attempt(tmp_path / "run", with_hooks(own, "Late"), stop_at=8)
     assert ended.code == 75, ended.said
     assert "Late.after_checkpoint: RuntimeError: no room" in ended.said
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "stopped"
+    assert manifest(tmp_path / "run")["status"] == "stopped"

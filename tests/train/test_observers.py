@@ -1,7 +1,6 @@
-"""Promise: whatever observes a training changes no bit of it, and none of a model's own compiled code."""
+"""Promise: whatever observes a training changes no bit of it."""
 
 import random
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.steps import assert_same_bits
-from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
+from tests.helpers.toys import build_alone, rows_to
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.observe.checksums import Checksums, fingerprints_of
@@ -100,62 +98,3 @@ def test_no_observer_changes_a_bit(name: str, kind: ProfileKind, tmp_path: Path)
     assert_same_bits(bare, observed)
     assert drawn == drawn_too
     assert count is not None and count.per_sample > 0
-
-
-class Compiled(nn.Module):
-    """Compiles a part of itself at its first use."""
-
-    def __init__(self, backend: Callable[..., Any]) -> None:
-        super().__init__()
-        self.backend = backend
-        self.inner = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
-        self.later: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.later is None:
-            self.later = torch.compile(self.inner.forward, backend=self.backend)
-        y: torch.Tensor = self.later(x)
-        return y
-
-
-class CompiledTask(TokenTask):
-    """Counts how often what it compiled runs, and keeps something of each loss."""
-
-    def __init__(self) -> None:
-        super().__init__(16, ragged=False, dtype=torch.float32)
-        self.compiled, self.runs, self.asked = 0, 0, 0
-        self.mean: Any = 0.0
-
-    def backend(self, graph: Any, _: Any) -> Callable[..., Any]:
-        self.compiled += 1
-
-        def run(*values: Any) -> Any:
-            self.runs += 1
-            return graph(*values)
-
-        return run
-
-    def model(self) -> nn.Module:
-        return Compiled(self.backend)
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        loss = super().loss(model, batch)
-        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-        self.asked += 1
-        return loss
-
-
-@pytest.mark.compat
-def test_a_models_own_compiled_code_runs_as_often(tmp_path: Path) -> None:
-    recipe = make_recipe(epochs=1, data={"global_batch_size": 8, "micro_batch_size": 4, "workers": 0})
-    seen: list[Any] = []
-    kinds: tuple[ProfileKind | None, ...] = (None, "torch")
-    for kind in kinds:
-        torch._dynamo.reset()
-        task = CompiledTask()
-        state, _ = trained(recipe, task, tmp_path, kind)
-        seen.append((state, (task.compiled, task.runs, task.asked, task.mean)))
-    (bare, counts), (observed, counts_too) = seen
-    assert counts == counts_too
-    assert counts[:3] == (1, 4, 4)
-    assert_same_bits(bare, observed)

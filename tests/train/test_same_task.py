@@ -172,36 +172,22 @@ def test_what_no_code_shows_is_seen_by_the_trial() -> None:
     fit(kind, SETTINGS, out="run")
 
 
-TRAINER = [sys.executable, "-m", "trainer"]
-
-
 def train(*words: str) -> Any:
-    return preloaded.run([*TRAINER, "train", *words])
+    return preloaded.run([sys.executable, "-m", "trainer", "train", "mine.py", "--out", "run", *words])
 
 
 def test_a_file_and_the_modules_beside_it(here: Path) -> None:
-    (here / "helpers.py").write_text("import time\nAT = time.time_ns()\ndef scaled(x): return x * 2, AT\n")
+    helpers = "import time\nAT = time.time_ns()\ndef scaled(x): return x * 2, AT\n"
+    (here / "helpers.py").write_text(helpers)
     held = "held = open(__file__)\n"  # so that a rank is no fork of the launcher, which tries the task
-    text = f"{held}from helpers import scaled\nimport torch\ntorch.set_grad_enabled(True)\n{CELL}".replace(
-        "return SCALE * x", "return scaled(x)[0]"
-    )
-    (here / "mine.py").write_text(text)
+    text = f"{held}from helpers import scaled\n{CELL}"
+    (here / "mine.py").write_text(text.replace("return SCALE * x", "return scaled(x)[0]"))
     settings = [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
-    words = ["mine.py", *settings, "--out", "run"]
-    assert train(*words, "--stop-after", "2").returncode == 75
+    assert train(*settings, "--stop-after", "2").returncode == 75
     assert facts()["identity"]["tried"].keys() == {"environment", "first loss", "initial weights"}
-    for file, old, new, name in (
-        ("helpers.py", "x * 2", "x * 3", "scaled"),
-        ("mine.py", "torch.set_grad_enabled(True)", "torch.manual_seed(1)", "statements"),
-    ):
-        before = (here / file).read_text()
-        assert old in before
-        (here / file).write_text(before.replace(old, new))
-        done = train(*words)
-        refusal(done.returncode, done.stderr, name)
-        (here / file).write_text(before)
-    (here / "helpers.py").write_text("# A comment.\n" + (here / "helpers.py").read_text())
-    done = train(*words)
+    (here / "helpers.py").write_text(helpers.replace("x * 2", "x * 3"))
+    done = train(*settings)
+    refusal(done.returncode, done.stderr, "scaled")
+    (here / "helpers.py").write_text(f"# A comment.\n{helpers}")
+    done = train(*settings)
     assert done.returncode == 0, done.stderr
-    (here / "helpers.py").write_text((here / "helpers.py").read_text().replace("x * 2", "x * 3"))
-    assert preloaded.run([*TRAINER, "verify", "run", "--task", "mine.py"]).returncode == 2

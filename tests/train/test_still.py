@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from tests.helpers.refusals import named, refused
 from tests.helpers.toys import make_recipe, rows_to
 from tests.helpers.world import Ranks
+from tests.train.test_changed_by_forward import ALONE, F64, Own, seeded
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.buffers import StillTensors
@@ -18,7 +18,6 @@ from trainer.tasks.custom import CustomTask
 from trainer.train.components.run import build
 from trainer.train.loop import train
 
-ALONE = World(0, 1, 0, torch.device("cpu"), None)
 STEPS = 140
 
 
@@ -31,9 +30,10 @@ class Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.calls = kind, 0
-        self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
-        self.register_buffer("center", torch.zeros(3))
-        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.student, self.teacher = nn.Linear(4, 3, dtype=F64), nn.Linear(4, 3, dtype=F64)
+        self.teacher.requires_grad_(False)
+        self.register_buffer("center", torch.zeros(3, dtype=F64))
+        self.register_buffer("cache", torch.zeros(3, dtype=F64), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.student(x)
@@ -68,36 +68,15 @@ class Net(nn.Module):
         self.center.add_(gradient.abs().mean())
 
 
-class Own:
-    """A task of somebody's own; its optimizer moves the teacher now and then, if it is to."""
+class Following(Own):
+    """Its optimizer moves the teacher now and then."""
 
-    metric = "loss"
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def data(self) -> Any:
-        x = np.random.default_rng(0).normal(1, 1, (32, 4)).astype(np.float32)
-        return {"x": x}, {"x": x[:8]}
-
-    def model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(7)
-            return Net(self.kind)
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        result: torch.Tensor = model(batch["x"])
-        return result
-
-    def measure(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": self.loss(model, batch)}
-
-    def optimizer(self, model: Net) -> torch.optim.Optimizer:
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
         made, done = torch.optim.SGD(model.student.parameters(), 0.01), [0]
 
         def follow(*_: Any) -> None:
             done[0] += 1
-            if self.kind == "target network" and not done[0] % 5:
+            if not done[0] % 5:
                 model.teacher.load_state_dict(model.student.state_dict())
 
         made.register_step_post_hook(follow)
@@ -113,7 +92,8 @@ def ends(world: World, kind: str, micro_batch: int, steps: int = STEPS) -> str:
         log={"every": 8},
         parallel={"threads": 1},
     )
-    run = build(recipe, CustomTask(Own(kind), "own"), world, 0)
+    own = (Following if kind == "target network" else Own)(seeded(lambda: Net(kind)))
+    run = build(recipe, CustomTask(own, "own"), world, 0)
     try:
         train(run, rows_to(run))
     except BadInputError as error:

@@ -34,13 +34,3 @@ def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "run/report.html").exists()
     with refused("seed 0 1", tmp_path / "run"):
         fit(Small, {**SETTINGS, "seed": 1}, out=tmp_path / "run")
-
-
-def test_what_has_no_weight_decay_is_told_and_a_name_that_there_isnt_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    few = {**SETTINGS, "epochs": 1, "optim.no_decay": ["*weigh?"]}
-    fit(Small, few, out=tmp_path / "run")
-    assert named(capsys.readouterr().out, "2 of 2 3 of 3")
-    with refused("optim.no_decay wieght"):
-        fit(Small, {**few, "optim.no_decay": ["wieght"]}, out=tmp_path / "wrong")
