@@ -6,15 +6,17 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.recorded.__main__ import RECORD, SEEDS as RECORDED
+from tests.recorded.__main__ import RECORD, SEEDS as RECORDED, differences
 from tests.recorded.draw import BATCH, KINDS, draw
 from tests.recorded.files import left_out
 from tests.recorded.play import Workplace, WrongError, compare, play
+from tests.recorded.refusals import REFUSALS
 
 SEEDS = range(100, 110)  # one of each kind
 
@@ -49,7 +51,11 @@ def test_the_record_is_whole() -> None:
     assert {case["kind"] for case in cases.values()} == set(KINDS)
     assert sum(case["recipe"]["data"]["micro_batch_size"] == BATCH for case in cases.values()) >= 20
     assert all(one["weights"] and one["order"] for one in record["recipes"].values())
-    assert set(record["machine"]) >= {"flags", "threads", "torch", "python"}
+    assert {words: one["code"] for words, one in record["refusals"].items()} == {
+        one.words: 2 for one in REFUSALS
+    }
+    assert all(record["refusals"][one.words]["names"] == list(one.names) for one in REFUSALS)
+    assert len(REFUSALS) == 40 and set(record["machine"]) >= {"flags", "threads", "torch", "python"}
 
 
 def _run(folder: Path, weight: float, loss: float) -> Path:
@@ -78,3 +84,19 @@ def test_a_weight_or_a_record_that_differs_is_seen(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(WrongError):
         compare(tmp_path / "empty", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("found", "at"),
+    [
+        ({"a": {"b": [1.0, 2.0]}, "c": 3}, ""),
+        ({"a": {"b": [1.0, 2.5]}, "c": 3}, "a.b[1]"),
+        ({"a": {"b": [1.0]}, "c": 3}, "a.b"),
+        ({"a": {"b": [1.0, 2.0]}}, "c"),
+        ({"a": {"b": [1.0, 2.0]}, "c": 3, "d": None}, "d"),
+        ({"a": {"b": [1.0, None]}, "c": 3}, "a.b[1]"),
+    ],
+)
+def test_what_differs_from_the_record_is_named(found: Any, at: str) -> None:
+    named = [line.partition(":")[0] for line in differences({"a": {"b": [1.0, 2.0]}, "c": 3}, found)]
+    assert named == [at] * bool(at)

@@ -33,7 +33,7 @@ from trainer.observe import phases
 ROOT = Path(__file__).parents[2]
 # What all its tests wait for is started once: in one process, also where tests run in several.
 pytestmark = pytest.mark.xdist_group("hang")
-HANG_S = 3.0  # a rank of a machine that is busy may well stand still for a second
+HANG_S = 4.0  # a rank of a machine that is busy may well stand still for a second
 AT_ONCE = 6  # they mostly wait
 
 # Ranks, where one of them hangs, and sections of the recipe. What sets other phases apart is that a rank has
@@ -67,7 +67,7 @@ class CommandLine:
         self._folder = tempfile.TemporaryDirectory(prefix="hang-")
         self._began, folder = time.monotonic(), Path(self._folder.name)
         (folder / "sitecustomize.py").write_text(INJECTED.replace("SLEEP", sleep))
-        words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s=2"
+        words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s=3"
         words += " parallel.threads=1 model.width=4 log.to=[jsonl]"
         self._process = preloaded.Popen(
             [sys.executable, "-m", "trainer", *words.split(), "--out", folder / "run"],

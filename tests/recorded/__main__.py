@@ -1,9 +1,9 @@
 """`python -m tests.recorded`: plays the recorded recipes and compares with the record, `recipes.json`.
 
-The record holds 60 random recipes with weights, losses, evaluations, order of samples and exit codes.
-`--write` records. With other processor flags, another torch, Python or number of threads, weights and losses
-may be other ones. There only order and exit codes are compared; `--anew` first records the same recipes from
-the recorded commit, in a git worktree with this environment, and compares with that.
+The record holds 60 random recipes with weights, losses, evaluations, order of samples and exit codes, and 40
+refusals. `--write` records. With other processor flags, another torch, Python or number of threads, weights
+and losses may be other ones. There only order, exit codes and names are compared; `--anew` first records the
+same recipes from the recorded commit, in a git worktree with this environment, and compares with that.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import torch
 from tests.recorded.draw import Attempt, Case, draw
 from tests.recorded.files import left_out
 from tests.recorded.play import Workplace, play_all
+from tests.recorded.refusals import refuse
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).parent / "recipes.json"
@@ -35,8 +36,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="recorded", description=__doc__, allow_abbrev=False)
     parser.add_argument("--write", action="store_true", help="record, in place of comparing")
     parser.add_argument("--anew", action="store_true", help="record from the recorded commit, then compare")
-    parser.add_argument("--only", type=int, metavar="SEED", help="one recipe")
-    parser.add_argument("--first", type=int, metavar="N", help="the first N recipes")
+    parser.add_argument("--only", type=int, metavar="SEED", help="one recipe, without the refusals")
+    parser.add_argument("--first", type=int, metavar="N", help="the first N recipes, and the refusals")
     parser.add_argument("--file", type=Path, default=RECORD, metavar="JSON", help="the record")
     parser.add_argument("--cases", type=Path, metavar="JSON", help="a record whose recipes are played")
     options = parser.parse_args()
@@ -75,12 +76,16 @@ def _write(file: Path, cases_of: Path | None, only: int | None) -> int:
                 flush=True,
             )
             recipes[str(case.seed)] = played
+        refusals = refuse(place) if only is None else {}
+    for words, one in refusals.items():
+        if one["code"] != 2 or one["left"]:
+            print(f"refusal {words}: {one}")
     if wrong:
         print(f"{wrong} of {len(cases)} recipes aren't right: nothing is recorded")
         return 1
-    record = {"commit": _commit(), "machine": machine(), "recipes": recipes}
+    record = {"commit": _commit(), "machine": machine(), "recipes": recipes, "refusals": refusals}
     file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    print(f"{len(recipes)} recipes of commit {record['commit']}: {file}")
+    print(f"{len(recipes)} recipes and {len(refusals)} refusals of commit {record['commit']}: {file}")
     return 0
 
 
@@ -118,7 +123,7 @@ def _compare(record: Mapping[str, Any], only: int | None, first: int | None) -> 
     if other:
         print(f"recorded on another machine: record anew from commit {record['commit']} by --anew")
         print(*(f"  {line[:160]}" for line in other), sep="\n")
-        print(f"compared are only {' and '.join(_ANYWHERE)}")
+        print(f"compared are only {', '.join(_ANYWHERE)}, exit codes and names of refusals")
     differ = 0
     with tempfile.TemporaryDirectory(prefix="trainer-recorded-") as folder:
         place = Workplace(Path(folder).resolve())
@@ -133,8 +138,10 @@ def _compare(record: Mapping[str, Any], only: int | None, first: int | None) -> 
             differ += bool(lines)
             print(f"{case.seed}: {case.kind} {'differs' if lines else 'same'}", flush=True)
             print(*(f"  {line}" for line in lines[:8]), sep="\n", end="\n" if lines else "")
-    print(f"{len(cases)} recipes: {differ} differ")
-    return 1 if differ else 0
+        lines = [*differences(record["refusals"], refuse(place))] if only is None else []
+    print(*(f"refusal {line}" for line in lines), sep="\n", end="\n" if lines else "")
+    print(f"{len(cases)} recipes: {differ} differ; {len(record['refusals'])} refusals: {len(lines)} differ")
+    return 1 if differ or lines else 0
 
 
 def differences(wanted: Any, found: Any, keys: tuple[str, ...] | None = None, at: str = "") -> Iterator[str]:

@@ -25,6 +25,7 @@ from tests.recorded.draw import STEPS, Attempt, Case
 from tests.recorded.files import left_out, write_files
 from tests.recorded.given import cut
 
+BEGIN_FROM = "--init-from"
 MORE_STEPS = 3  # of a run that is extended
 _SECONDS = 900  # for one command, on a machine that does much else
 _AT_ONCE = 2  # recipes that are played side by side
@@ -125,7 +126,7 @@ def play(case: Case, place: Workplace) -> dict[str, Any]:
         elif name == "from":
             for run in (whole, parts):
                 out = folder / f"from-{run.name}"
-                go((0,), *train, *_ranks(case.ranks), "max_steps=4", "--init-from", run, "--out", out)
+                go((0,), *train, *_ranks(case.ranks), "max_steps=4", BEGIN_FROM, run, "--out", out)
             compare(folder / "from-whole", folder / "from-parts")
             recorded["begun_from"] = read_run(folder / "from-whole")["weights"]
         else:
