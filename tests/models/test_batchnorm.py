@@ -217,3 +217,28 @@ def test_a_skipped_step_leaves_them_and_a_momentum_may_change() -> None:
         statistics.add(statistics.of_micro_batch())
         statistics.end_step(torch.tensor(float(step == 1)))
     assert_near(layer.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"memory": {"checkpointing": "names", "names": ["norm", "first"]}},
+        {"parallel": {"threads": 1, "reduction": "tree"}},
+        {"anomaly": {"nonfinite": "skip"}},
+    ],
+    ids=lambda sections: next(iter(sections)),
+)
+@pytest.mark.parametrize("kind", ["recurrent", "sometimes"])
+def test_no_option_counts_a_call_twice(kind: str, sections: dict[str, Any]) -> None:
+    states = [trained(built(Task(kind), 4, **more)) for more in ({}, sections)]
+    assert_near(states[1], states[0])
+
+
+def synchronized(world: World) -> dict[str, torch.Tensor]:
+    parallel = {"threads": 1, "sync_batchnorm": True, "find_unused_parameters": True}
+    return trained(built(Task("recurrent"), 4, world, parallel=parallel))
+
+
+def test_synchronized_layers_count_each_call_too(ranks: Ranks) -> None:
+    for state in ranks.run(2, synchronized):
+        assert_near(state, trained(built(Task("recurrent"), 8)), 1e-9)

@@ -273,3 +273,27 @@ def test_cuda_graphs_are_of_the_whole_model() -> None:
     assert torch_mode(whole, CPU) == torch_mode(blocks, CUDA) == "max-autotune-no-cudagraphs"
     assert (blocks.cuda_graphs, blocks.warm_up) == (False, 1)
     assert torch_mode(CompileConfig(mode="reduce-overhead"), CPU) == "default"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_dropout_is_recomputed_alike(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without checkpointing: the same gradients, though dropout is drawn inside compiled code."""
+    compile_by(monkeypatch, backend)
+
+    def losses(memory: dict[str, Any]) -> list[float]:
+        torch._dynamo.reset()
+        recipe = make_recipe(
+            data={"global_batch_size": 8, "micro_batch_size": 8},
+            epochs=4,
+            optim={"lr": 0.05},
+            compile={"mode": "default", "scope": "blocks"},
+            memory=memory,
+        )
+        run = build_alone(recipe, TokenTask(16, dtype=torch.float32, blocks=2, dropout=0.5))
+        batches = run.loader(run.share.batches())
+        run.replica.train()
+        for step in range(8):
+            train_step(run, batches, step)
+        return [float(run.state.loss), *(float(p.detach().sum()) for p in run.gradients.parameters)]
+
+    assert losses({"checkpointing": "blocks"}) == pytest.approx(losses({}), rel=1e-5)

@@ -1,6 +1,6 @@
 """Promise: what is frozen stays as it is to the bit; LoRA begins as the base, and merged computes alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refused
+from tests.helpers.steps import train_some
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.model import ModelConfig
@@ -387,3 +388,25 @@ def two_steps(world: World) -> dict[str, torch.Tensor]:
 def test_sharded_lora_leaves_the_base_as_it_is(ranks: Ranks) -> None:
     alone, shared = two_steps(World(0, 1, 0, torch.device("cpu"), None)), ranks.run(2, two_steps)[0]
     assert [name for name in alone if not torch.allclose(alone[name], shared[name], atol=1e-5)] == []
+
+
+def kept_of(state: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name in state if name.startswith(("stem.", "blocks.0.", "norm."))]
+
+
+def frozen_steps(world: World, reduction: str) -> dict[str, torch.Tensor]:
+    recipe = make_recipe(
+        model={**FROZEN, "width": 8},
+        data={"micro_batch_size": 16, "workers": 0},
+        parallel={"threads": 1, "reduction": reduction, "sync_batchnorm": reduction == "all_reduce"},
+    )
+    return train_some(recipe, make_task(recipe), range(3), world=world)[0]["model"]
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+def test_several_ranks_freeze_alike(ranks: Ranks, reduction: str) -> None:
+    (alone,), two = ranks.run(1, frozen_steps, reduction), ranks.run(2, frozen_steps, reduction)
+    for name, tensor in alone.items():
+        assert torch.equal(two[0][name], two[1][name]), name
+        if reduction == "tree" or name in kept_of(alone):
+            assert torch.equal(two[0][name], tensor), name

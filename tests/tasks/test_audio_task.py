@@ -132,3 +132,18 @@ def test_a_class_without_recordings_is_named(tmp_path: Path) -> None:
 def test_features_that_cannot_be_are_refused(audio: dict[str, Any], names: str) -> None:
     with refused(names, by=ValueError):
         make_task(recipe(audio=audio))
+
+
+def test_losses_add_up_over_micro_batches_and_padding_counts_for_nothing() -> None:
+    task = audio_task()
+    model = task.model().double()
+    task.features = lambda audio: Audio.features(task, audio).double()  # type: ignore[method-assign]
+    whole = task.loss(model, batch_of(task, 16))
+    parts = sum(task.loss(model, batch_of(task, 4, first=first)).item() for first in range(0, 16, 4))
+    assert whole.item() == pytest.approx(parts, rel=1e-12)
+    weight = torch.tensor([1.0] * 4 + [0.0] * 12)
+    padded = task.loss(model, batch_of(task, 16, weight))
+    assert padded.item() == pytest.approx(task.loss(model, batch_of(task, 4)).item(), rel=1e-12)
+    measured = task.measure(model, batch_of(task, 16, weight))
+    assert measured["loss"].item() == pytest.approx(padded.item(), rel=1e-12)
+    assert int(measured["accuracy"]) <= 4

@@ -15,8 +15,9 @@ from tests.helpers.small_gpt import SMALL
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
+from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.chat import open_tokenizer
-from trainer.data.formats.documents import NO_TARGET
+from trainer.data.formats.documents import NO_TARGET, TARGETS
 from trainer.data.formats.turns import counted, turns
 from trainer.models import head_loss
 from trainer.tasks.language import Language
@@ -180,3 +181,31 @@ def test_a_token_of_the_template_that_cannot_be_learned_is_told(trained: bool, t
     task = Base(recipe.data, recipe.model, recipe.language, recipe.seed)
     told = [note for note in build_alone(recipe, task).notes if "can't tell them apart" in note]
     assert [note.partition("(")[2].partition(")")[0] for note in told] == ["<|im_start|>"] * (not trained)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_sample_and_a_micro_batch_without_a_token_that_counts_weigh_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, text="padded")
+    task = InFloat64(recipe.data, recipe.model, recipe.language, recipe.seed)
+
+    def step() -> dict[str, torch.Tensor]:
+        run = build_alone(recipe, task)
+        train_step(run, run.loader(run.share.batches()), 0)
+        assert torch.isfinite(run.state.loss)
+        return {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
+
+    arrays: Any = task.train_data.arrays
+    for silent in (1, 5):  # 5 fill a micro-batch of 2, wherever the order puts them
+        arrays[TARGETS][:silent] = NO_TARGET
+        arrays[NUM_ITEMS][:silent] = 0
+        model = build_alone(recipe, task).state.model
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        count, total = int(arrays[NUM_ITEMS].sum()), torch.zeros((), dtype=torch.float64)
+        for tokens, targets, length in zip(arrays["tokens"], arrays[TARGETS], arrays[LENGTH], strict=True):
+            given, said = (torch.from_numpy(one[:length].astype(np.int64)) for one in (tokens, targets))
+            total = total + F.cross_entropy(model(given[None])[0], said, reduction="sum")
+        (total / count).backward()
+        found = step()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert torch.allclose(before[name] - found[name], parameter.grad, rtol=1e-8, atol=1e-12), name

@@ -27,6 +27,7 @@ from trainer.models.detection import (
     cell_centers,
     detections,
     generalized_iou,
+    make_detector,
     tiny_losses,
 )
 from trainer.tasks.detection import Detection, _torchvision_loss
@@ -218,3 +219,32 @@ def test_padding_is_not_shown_to_torchvisions_models() -> None:
 def test_what_cannot_be_is_refused(sections: dict[str, Any], names: str) -> None:
     with refused(names):
         task_of(recipe(**sections)).model()
+
+
+def test_losses_add_up_exactly_over_images() -> None:
+    torch.manual_seed(0)
+    cells = cell_centers(12, 12, 8, torch.zeros((), dtype=torch.float64))
+    begin = torch.rand(6, 5, 2, dtype=torch.float64) * 60
+    true = torch.cat((begin, begin + 5 + torch.rand(6, 5, 2, dtype=torch.float64) * 30), 2)
+    logits, boxes = (
+        torch.randn(6, 144, 10, dtype=torch.float64),
+        torch.rand(6, 144, 4, dtype=torch.float64) * 90,
+    )
+    labels, count = torch.randint(0, 10, (6, 5)), torch.tensor([0, 1, 2, 3, 4, 5])
+    each = tiny_losses(logits, boxes, cells, 8, true, labels, count)
+    assert each.shape == (6,) and bool((each > 0).all())
+    for row in range(6):
+        one = slice(row, row + 1)
+        alone = tiny_losses(logits[one], boxes[one], cells, 8, true[one], labels[one], count[one])
+        torch.testing.assert_close(alone, each[one], rtol=1e-12, atol=0)
+        padded = true.clone()
+        padded[row, int(count[row]) :] = torch.tensor([0.0, 0, 50, 50], dtype=torch.float64)
+        assert torch.equal(tiny_losses(logits, boxes, cells, 8, padded, labels, count), each)
+
+
+@pytest.mark.parametrize(("norm", "kept"), [("frozen", "FrozenBatchNorm2d"), ("group", "GroupNorm")])
+def test_no_batch_statistics_where_batches_are_small(norm: str, kept: str) -> None:
+    with torch.device("meta"):
+        model = make_detector(ModelConfig(name="fasterrcnn_resnet50_fpn"), norm, 64, 3, 5)
+    kinds = [type(module).__name__ for module in model.modules()]
+    assert "BatchNorm2d" not in kinds and kinds.count(kept) == 53

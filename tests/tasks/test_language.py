@@ -19,18 +19,21 @@ from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import LanguageConfig
 from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats import documents
-from trainer.data.formats.documents import SEGMENT, TARGETS, packed, padded
+from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text
 from trainer.data.formats.tokens import TOKENS
 from trainer.data.sampling.group_order import in_buckets
+from trainer.data.sampling.plan import Plan
 from trainer.host.limits import read_limits
-from trainer.models.gpt import place_in_segment, rotary_table, rotate
+from trainer.models.gpt import GPT, place_in_segment, rotary_table, rotate
 from trainer.tasks.language import Language
-from trainer.train.components.task import make_task
+from trainer.train.components.task import make_plan, make_task
 from trainer.train.outputs import token_counter
 from trainer.train.step import train_step
 
@@ -333,3 +336,63 @@ def test_a_resumed_run_goes_on_counting_tokens(tmp_path: Path) -> None:
     run = build_alone(recipe, make_task(recipe))
     count = token_counter(run.plan, run.task.train_data)
     assert count is not None and seen[-1] == count(range(run.steps))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "vocabulary", "wanted"),
+    [
+        # GPT-2 small and XL, as their weights are published.
+        ("gpt2-124m", {"bias": True}, 50257, 124_439_808),
+        ("gpt2-1.5b", {"bias": True}, 50257, 1_557_611_200),
+    ],
+)
+def test_it_has_as_many_parameters_as_gpt2(
+    name: str, keys: dict[str, Any], vocabulary: int, wanted: int
+) -> None:
+    config = Recipe.model_validate(read_recipe(name)).language.model_copy(update=keys)
+    with torch.device("meta"):
+        model = GPT(config, vocabulary)
+    assert sum(p.numel() for p in model.parameters()) == wanted
+
+
+def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
+    plan = Plan(64, 4, 4, 2, "cross", 3, buckets=(32, 32))
+    first, second = (plan.read(np.arange(16) + 16 * epoch).sample for epoch in range(2))
+    assert {tuple(sorted(row)) for row in first.tolist()} != {tuple(sorted(row)) for row in second.tolist()}
+    assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "micro-batches of both come mixed"
+
+
+def test_a_padded_batch_is_cut_to_its_longest() -> None:
+    recipe = make_recipe(
+        task="language",
+        language={**SMALL, "text": "padded", "buckets": 4, "sequence_length": 64},
+        data={"name": "synthetic", "samples": 64, "micro_batch_size": 4, "global_batch_size": 8},
+    )
+    task = make_task(recipe)
+    assert sum(make_plan(recipe, task).buckets) == len(task.train_data)
+    run = build_alone(recipe, task)
+    num_items, widths = 0, list[int]()
+    for batch in run.loader(range(len(task.train_data) // 4)):
+        num_items += batch.num_items
+        widths.append(task.inputs(batch)[0].shape[1])  # type: ignore[attr-defined]
+    assert {*widths} <= {16, 32, 48, 64}
+    share = task.describe()["padding"]
+    assert share == pytest.approx(1 - num_items / (4 * sum(widths)), abs=1e-6)
+    assert task.train_data.arrays is not None
+    full = 1 - np.asarray(task.train_data.arrays[NUM_ITEMS]).mean() / 64
+    assert share < full / 2, "similar lengths together"
+
+
+@given(count=st.integers(2, 90), length=st.integers(1, 20), stride=st.integers(1, 25), whole=st.booleans())
+def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -> None:
+    tokens = np.arange(count, dtype=np.uint8)
+    length = min(length, count - 1)
+    data = StreamDataset(tokens, length, None if whole else stride, whole=whole)
+    out = {name: np.full((len(data), *f.shape), 7, f.dtype) for name, f in data.fields.items()}
+    data.read(np.arange(len(data)), None, out)
+    if whole:
+        valid = np.arange(length) < out[NUM_ITEMS][:, None]
+        assert out[TOKENS][:, 1:][valid].tolist() == list(range(1, count))
+        return
+    firsts = range(0, count - length, stride)
+    assert out[TOKENS].tolist() == [list(range(first, first + length + 1)) for first in firsts]

@@ -156,3 +156,21 @@ def test_a_branch_is_left_out_for_some_samples_and_scaled_for_the_others() -> No
         assert torch.allclose(dropped[~left_out], kept.expand_as(dropped[~left_out]), atol=1e-5)
         model.eval()
         assert torch.equal(block(x[:1]), whole)
+
+
+def test_with_both_half_of_the_images_get_either() -> None:
+    torch.manual_seed(0)
+    image = images(4000)
+    mixed = mix(image, 1.0, 1.0)
+    flat = mixed.image.flatten(1)
+    uniform = (flat == flat[:, :1]).all(1) & (mixed.fraction < 1) & (mixed.fraction > 0)
+    assert float(uniform.float().mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_padding_counts_for_nothing_when_mixed() -> None:
+    weight = torch.tensor([1.0, 1.0, 0.0])
+    label = torch.tensor([1, 2, 3])
+    batch = Batch({"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": label}, weight, None, 2)
+    torch.manual_seed(0)
+    loss = classification({"mixup": 1.0}).loss(Constant(torch.zeros(10)), batch)
+    assert float(loss) == pytest.approx(2 * torch.tensor(10.0).log().item(), rel=1e-6)
