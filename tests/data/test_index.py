@@ -84,8 +84,8 @@ def test_a_large_table_is_read_once(tmp_path: Path, indexes: Path, monkeypatch: 
         assert facts(in_table(table, several, indexes)) == expected
     (tmp_path / "d" / "i" / "later.png").write_bytes(b"x")
     assert in_table(table, several, indexes).left_out[0].count == 2, "the folder of now is held against it"
-    large_table(tmp_path / "d", "x{}")
-    assert in_table(table, indexes=indexes).classes == ("x0", "x1", "x2")
+    large_table(tmp_path / "d", "a|x{}")
+    assert in_table(table, several, indexes).classes == ("a", "x0", "x1", "x2")
 
 
 def test_many_images_of_coco_are_read_once(
