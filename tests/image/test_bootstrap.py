@@ -135,8 +135,10 @@ def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project, too
 
 def test_a_changed_lock_updates_the_environment(with_uv: Project) -> None:
     assert "test of tiny" in with_uv.bootstrap("test")
-    assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "")
+    # Nothing is imported before: bytecode of one version may be as old and as long as the next one's source.
+    assert not list(with_uv.venv.rglob("pear.py"))
     assert "is ready" in with_uv.bootstrap("dev")
+    assert list(with_uv.venv.rglob("pear.py"))
     (with_uv.venv / "mine").touch()
     with_uv.lock("apple==2.0 test dev", "plum==1.0 dev", "uv==0.0.1 boot")
     with_uv.bootstrap("test")
