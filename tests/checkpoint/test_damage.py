@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from errno import EIO
@@ -224,3 +225,39 @@ def test_whatever_is_accepted_the_library_accepts_too(changes: list[tuple[int, i
         assert tensor.dtype == wanted[name].dtype and tensor.shape == wanted[name].shape
         same = tensor.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)
         assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_files_that_vanish_or_shrink_while_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(files, "os", Interfering(name, lambda: shutil.rmtree(path, ignore_errors=True)))
+    found = problem(path)  # the last files may have been open already
+    assert found is not None or name == "model.safetensors"
+    path = save(tmp_path, 2)
+    real_fstat = os.fstat
+    interfering = Interfering(name, lambda: None)
+    interfering.fstat = lambda file: _larger(real_fstat(file))  # type: ignore[attr-defined]
+    monkeypatch.setattr(files, "os", interfering)
+    assert problem(path) is not None
+
+
+class Interfering:
+    """`os`, but something happens when a file is opened."""
+
+    def __init__(self, name: str, happens: Callable[[], object]) -> None:
+        self.name, self.happens = name, happens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        opened = os.open(path, flags, *args, **kwargs)
+        if path == self.name:
+            self.happens()
+        return opened
+
+
+def _larger(facts: os.stat_result) -> os.stat_result:
+    return os.stat_result([*facts[:6], facts.st_size + 100, *facts[7:10]])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.refusals import refused
 from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
@@ -154,3 +155,23 @@ def test_ranks_that_have_no_place_to_meet_are_one_line(port: str, monkeypatch: p
         monkeypatch.setenv(name, value)
     with refused("MASTER_ADDR a MASTER_PORT", port), parallel.joined_world("cpu", 60):
         pass
+
+
+def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks) -> None:
+    """That is what separate statistics don't do: there a micro-batch is normalized by itself."""
+    small = DIGITS | {
+        "data": DIGITS["data"] | {"micro_batch_size": 32},
+        "parallel": {"threads": 1, "sync_batchnorm": True},
+        "memory": {"checkpointing": "blocks"},
+    }
+    whole = DIGITS | {"data": DIGITS["data"] | {"micro_batch_size": 64}}
+    together = ranks.run(2, train_digits, small, 0)
+    (expected, _, weights), *_ = ranks.run(1, train_digits, whole, 0)
+    losses = torch.tensor([losses for losses, _, _ in together]).sum(0)
+    assert torch.allclose(losses, torch.tensor(expected), rtol=1e-4)
+    separate = ranks.run(2, train_digits, small | {"parallel": {"threads": 1}}, 0)
+    different = torch.tensor([losses for losses, _, _ in separate]).sum(0)
+    assert not torch.allclose(different, torch.tensor(expected), rtol=1e-4)
+    for name, tensor in together[0][2].items():
+        assert torch.equal(tensor, together[1][2][name]), name
+        assert torch.allclose(tensor, weights[name], rtol=1e-2, atol=2e-3), name

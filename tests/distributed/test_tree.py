@@ -12,7 +12,7 @@ from tests.helpers.steps import State, assert_same_bits, train_some
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World
-from trainer.distributed.tree import Sums, Tournament
+from trainer.distributed.tree import Sums, Tournament, TreeReduction
 from trainer.errors import BadInputError
 from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
@@ -244,3 +244,20 @@ def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
         assert "parallel.threads" in note
     set_by_hand = make_recipe(parallel={"reduction": "tree", "threads": 3})
     assert choose_threads(set_by_hand, None, "auto", World(0, 1, 0, torch.device("cpu"), None)) == (3, [])
+
+
+def test_gradients_of_several_dtypes_are_added_each_in_its_own(ranks: Ranks) -> None:
+    wanted = ranks.run(1, reduce_mixed)[0]
+    for size in SIZES[1:]:
+        for sums in ranks.run(size, reduce_mixed):
+            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(sums, wanted, strict=True))
+
+
+def reduce_mixed(world: World) -> list[torch.Tensor]:
+    tree = TreeReduction(world.group, 25)
+    for micro_batch in range(world.rank * 4 // world.size, (world.rank + 1) * 4 // world.size):
+        random = torch.Generator().manual_seed(micro_batch)
+        kinds = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
+        gradients = [torch.randn(99, generator=random).to(kind) for kind in kinds]
+        tree.add_micro_batch(gradients, torch.ones(1, dtype=torch.float64))
+    return tree.end_step().gradients

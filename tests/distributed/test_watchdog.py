@@ -8,10 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,15 +32,9 @@ ROOT = Path(__file__).parents[2]
 # What all its tests wait for is started once: in one process, also where tests run in several.
 pytestmark = pytest.mark.xdist_group("hang")
 HANG_S = 4.0  # a rank of a machine that is busy may well stand still for a second
-AT_ONCE = 6  # they mostly wait
-
-# Ranks, where one of them hangs, and sections of the recipe. What sets other phases apart is that a rank has
-# said where it is: `test_each_phase_is_said`.
-HANGS: dict[str, tuple[int, Hang, dict[str, Any]]] = {
-    "stopped": (2, Hang(1, "stopped", 5), {}),
-    # Those of its own group wait in a gathering, the other group for the sum over both.
-    "sharded": (4, Hang(2, "forward", 3), {"parallel": {"strategy": "hsdp", "shard": 2}}),
-}
+# Of two ranks one is stopped; of four that share weights one hangs. What sets other phases apart is that a
+# rank has said where it is: `test_each_phase_is_said`.
+STOPPED, SHARDED = Hang(1, "stopped", 5), Hang(2, "forward", 3)
 
 
 INJECTED = """
@@ -90,42 +82,32 @@ class CommandLine:
             return Ending(code, self._said.read(), time.monotonic() - self._began)
 
 
-def job(size: int, where: Hang, keys: dict[str, Any]) -> Job:
-    return Job(size, recipe_of(HANG_S, **keys), hang(where))
-
-
-JOBS: dict[str, Callable[[], Job | CommandLine]] = {
-    name: partial(job, size, where, keys) for name, (size, where, keys) in HANGS.items()
-}
-
-
 @pytest.fixture(scope="module")
-def endings(request: pytest.FixtureRequest) -> dict[str, Ending]:
-    """How the jobs end of those tests that were selected: some at a time."""
-    words = {word for item in request.session.items for word in re.split(r"[\[\]]", item.name)}
-    waiting = [name for name in JOBS if name in words or f"test_{name.replace('-', '_')}" in words]
-    running: dict[str, Job | CommandLine] = {}
-    ended: dict[str, Ending] = {}
-    while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            name = waiting.pop(0)
-            running[name] = JOBS[name]()
-        for name in [name for name, job in running.items() if job.over()]:
-            ended[name] = running.pop(name).end()
+def endings() -> dict[str, Ending]:
+    """How the jobs of this file end: all at once, as they mostly wait."""
+    hsdp = recipe_of(HANG_S, parallel={"strategy": "hsdp", "shard": 2})
+    jobs: dict[str, Job | CommandLine] = {
+        "stopped": Job(2, recipe_of(HANG_S), hang(STOPPED)),
+        "sharded": Job(4, hsdp, hang(SHARDED)),
+        "sleeps": CommandLine(2, "time.sleep"),
+        "holds the GIL": CommandLine(1, "ctypes.PyDLL(None).sleep"),
+    }
+    ended = dict[str, Ending]()
+    while len(ended) < len(jobs):
+        for name, job in jobs.items():
+            if name not in ended and job.over():
+                ended[name] = job.end()
         time.sleep(0.02)
     return ended
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_a_hang_is_named(endings: dict[str, Ending], name: str) -> None:
-    ending, (size, where, _) = endings[name], HANGS[name]
-    assert is_named(ending, where), ending
-    if size == 2:
-        assert re.search(
-            rf"; rank {1 - where.rank} waits in [a-z]+, step {where.step}(?! waits)", ending.text
-        )
-        # A culprit says where it is; where it was stopped, another says where it waits.
-        assert f"rank {1 - where.rank} is here:" in ending.text
+def test_a_hang_is_named(endings: dict[str, Ending]) -> None:
+    stopped, sharded = endings["stopped"], endings["sharded"]
+    assert is_named(stopped, STOPPED), stopped
+    assert re.search(r"; rank 0 waits in [a-z]+, step 5(?! waits)", stopped.text)
+    assert "rank 0 is here:" in stopped.text
+    # Those of its own group wait in a gathering, the other group for the sum over both.
+    assert is_named(sharded, SHARDED), sharded
 
 
 def test_each_phase_is_said(tmp_path: Path) -> None:
@@ -274,12 +256,8 @@ def test_no_watch_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watchdog._thread is None
 
 
-JOBS["the-command-line-says-who-hangs"] = lambda: CommandLine(2, "time.sleep")
-JOBS["code-that-holds-the-gil"] = lambda: CommandLine(1, "ctypes.PyDLL(None).sleep")
-
-
 def test_the_command_line_says_who_hangs(endings: dict[str, Ending]) -> None:
-    code, text, _ = endings["the-command-line-says-who-hangs"]
+    code, text, _ = endings["sleeps"]
     assert code == EXIT_HANG, text
     head, *rest = text.splitlines()
     assert named(head, "rank 1 update, step 21 rank 0")
@@ -289,7 +267,7 @@ def test_the_command_line_says_who_hangs(endings: dict[str, Ending]) -> None:
 
 def test_code_that_holds_the_gil(endings: dict[str, Ending]) -> None:
     """No thread of ours runs then: the launcher takes what faulthandler writes for a hang record."""
-    code, text, _ = endings["code-that-holds-the-gil"]
+    code, text, _ = endings["holds the GIL"]
     assert code == EXIT_HANG, text
     assert named(text.splitlines()[0], "rank 0 GIL parallel.hang_s"), text
     assert "sitecustomize.py" in text

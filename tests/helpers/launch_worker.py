@@ -5,6 +5,7 @@ that it takes, and a line in `FOLDER/starts-RANK` for each start. The launcher h
 request, torchrun as arguments.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -147,9 +148,14 @@ def _tell_paths() -> None:
     (FOLDER / f"paths-{RANK}").write_text(json.dumps(told))
 
 
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
 WHAT: dict[str, Callable[[], int | None]] = {
     "agree": _agree,
     "collective": lambda: _collective(broken=False),
+    "crash": _crash,
     "fail-1": lambda: _collective(broken=RANK == "1"),
     "fail-in-collective": lambda: _collective(broken=True),
     "hang": _hang,

@@ -295,3 +295,20 @@ def test_what_a_rank_leaves_behind_is_ended(run: Launcher) -> None:
     run.start("leave-a-child", processes=1)
     assert run.end() == (0, "")
     until_gone(int((run.folder / "child").read_text()))
+
+
+def test_kill_9_of_a_rank_is_named(run: Launcher) -> None:
+    run.start("sleep")
+    os.kill(run.ready()[1], signal.SIGKILL)
+    code, text = run.end()
+    assert code == 1
+    cause, consequence = text.splitlines()
+    assert named(cause, "rank 1 of 2 SIGKILL") and named(consequence, "rank 0")
+
+
+def test_a_fault_in_native_code_shows_where(run: Launcher) -> None:
+    run.start("crash", processes=1)
+    code, text = run.end()
+    assert code == 1
+    assert text.startswith("trainer: rank 0 of 1 failed:\nwas killed by SIGSEGV")
+    assert "worker.py" in text

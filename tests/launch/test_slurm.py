@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
 from tests.helpers.job_files import printed
+from tests.helpers.ways import Ended, Job, Started
+from tests.launch.test_ways_in import REFUSALS, WATCHED, bits_of, check, data_of, place
 
 # Without a Slurm: tests/commands/test_job_slurm.py (scripts), test_cluster.py (what srun says).
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -149,3 +152,37 @@ def test_variables_reach_each_node_where_the_site_passes_none(slurm: Slurm, tmp_
     told = [line for line in _text(log).splitlines() if line.startswith("got ")]
     port = PORT + int(job) % 1000
     assert sorted(told) == [f"got a  b a-b=c nothing {port} {rank}" for rank in (0, 1)]
+
+
+def test_a_task_for_each_rank_ends_as_the_table_of_all_ways_says(slurm: Slurm, tmp_path: Path) -> None:
+    """With srun's own exit code; and to the bits of the launcher's two ranks."""
+    cases = {"own": (Job("own.py", WATCHED), ()), **{case: REFUSALS[case] for case in ("syntax", "folder")}}
+    script = tmp_path / "ways.sbatch"
+    lines = [
+        "#!/bin/bash",
+        "#SBATCH --ntasks=2 --cpus-per-task=1 --mem=3G",
+        f"#SBATCH --output={tmp_path}/out",
+    ]
+    for number, (case, (asked, _)) in enumerate(cases.items()):
+        here = place(tmp_path / case)
+        srun = f"MASTER_PORT={PORT + number} srun --chdir={here} --error={here}/stderr"
+        lines.append(f"{srun} {VENV}/bin/trainer {shlex.join(asked.words)}; echo $? > {here}/code")
+    script.write_text("\n".join([*lines, "exit 0", ""]))
+    slurm.completes(slurm.tell("sbatch", "--parsable", str(script)), tmp_path / "out")
+    for case, (_, names) in cases.items():
+        said = (tmp_path / case / "stderr").read_text().splitlines()
+        ended = Ended(int((tmp_path / case / "code").read_text()), said)
+        check(case, "slurm 2", tmp_path / case, ended, names)
+    alike = place(tmp_path / "launcher")
+    assert Started("launcher 2", alike, cases["own"][0]).end().code == 0
+    assert (bits_of(alike), data_of(alike)) == (bits_of(tmp_path / "own"), data_of(tmp_path / "own"))
+
+
+@pytest.mark.parametrize("name", ["it's a #b;c", 'say "x" $(id) `id`', "-x --uid=0"])
+def test_sbatch_reads_a_directive_as_it_was_given(slurm: Slurm, tmp_path: Path, name: str) -> None:
+    text = printed("slurm", "--out", str(tmp_path / "job"), "--account", name)
+    (tmp_path / "job.sbatch").write_text(text)
+    job = slurm.tell("sbatch", "--parsable", "--hold", str(tmp_path / "job.sbatch"), cwd=tmp_path)
+    told = slurm.tell("scontrol", "show", "job", job)
+    slurm.tell("scancel", job)
+    assert f" Account={name} " in told.replace("\n", " ")

@@ -1,6 +1,8 @@
 """Promise: whatever was done to a run folder, what is odd in it is one line, and nothing in it is lost."""
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.helpers.forked import attempt, small
+from tests.helpers.forked import attempt, replace, small
 from tests.helpers.preparing import prepare_only
 from tests.helpers.run_folders import changed, rewrite, with_state
 from trainer import cli
@@ -90,3 +92,21 @@ def test_a_run_that_goes_with_its_container_says_so_at_once(
         name = Path(folder).name
         told = f'docker run -u "$(id -u):$(id -g)" -v "$PWD"/{name}:{tmp_path}/{folder} '
         assert (told in capsys.readouterr().err) == (how == "container layer")
+
+
+def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
+    folder = changed(tmp_path / "run", stopped)
+
+    def read_only() -> None:
+        opened = os.open
+
+        def refuse(path: Any, flags: int, *rest: Any, **names: Any) -> int:
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return opened(path, flags, *rest, **names)
+
+        replace(os, "open", refuse)
+
+    refused = attempt(folder, before=read_only)
+    assert (refused.code, refused.said) == (2, "")
+    assert "can't be written (Read-only file system)" in refused.line
