@@ -20,9 +20,9 @@ SEED = {
 }
 
 
-def infinite_slope(model: nn.Module) -> Any:
+def infinite_slope(model: nn.Module) -> torch.Tensor:
     """Zero, whose gradient is infinite."""
-    return sum((p * 0).sum().abs().sqrt() for p in model.parameters())
+    return torch.stack([(p * 0).sum().abs().sqrt() for p in model.parameters()]).sum()
 
 
 def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:

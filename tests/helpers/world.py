@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,7 +48,8 @@ class Ranks:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(OSError):  # of a rank that is gone; the others must end all the same
+                pipe.send(None)
         for process in self._processes:
             process.join(10)
             process.kill()
