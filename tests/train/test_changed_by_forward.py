@@ -416,3 +416,19 @@ def test_buffers_that_differ_are_told_once_by_one_rank(ranks: Ranks, strategy: s
         (ended, said), (other, nothing) = ranks.run(2, drifting, name, strategy)
         assert not ended and not other and not nothing
         assert [named(line, "center 6") for line in said] == [True] * bool(name)
+
+
+def test_a_frozen_batchnorm_computes_as_in_plain_pytorch() -> None:
+    def make() -> nn.Module:
+        model = set_modes("parts")
+        model.norm.running_mean += 3  # type: ignore[union-attr, operator]
+        return model
+
+    run = a_run(ALONE, Own(seeded(make)), 2)
+    batches = run.loader(run.share.batches())
+    alone: Any = seeded(make)()
+    train_step(run, batches, 0)
+    batch = next(iter(a_run(ALONE, Own(seeded(make)), 8).loader(run.share.batches())))
+    (alone(batch.fields["x"]).sum() / 8).backward()
+    torch.optim.SGD(alone.linear.parameters(), lr=0.01).step()
+    assert torch.equal(run.state.model.get_buffer("norm.running_mean"), torch.full((4,), 3.0, dtype=F64))

@@ -20,9 +20,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from torch.autograd.profiler import profile
 
 from benchmarks import overhead
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps
+from trainer.distributed.parallel import silenced
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
@@ -38,6 +40,9 @@ TOLERANCE = 0.03
 BYTECODES = 2015
 BYTECODES_TOLERANCE = TOLERANCE if sys.version_info[:2] == (3, 11) else 0.1
 OPERATORS = 37
+# Of a step of the overhead bench's task, with torch 2.9.1: tensors' memory, as the CPU's allocator gave it.
+ALLOCATIONS, ALLOCATED = 28, 1064
+_COUNTED = range(55, 95)  # steps between two rows
 COPIED = 344  # bytes: the batch's 320; loss and norm into the ring, both float64; the norms' stack; the rate
 _FIRST, _LAST = 99, 199  # steps; the metrics of every 50th are among them
 
@@ -229,3 +234,37 @@ def test_nothing_of_pythons_grows_from_step_to_step(tmp_path: Path) -> None:
 def forget_names() -> None:
     """Empties the interpreter's table of attributes: it holds names that C++ made anew for each look-up."""
     getattr(sys, "_clear_internal_caches" if sys.version_info >= (3, 13) else "_clear_type_cache")()
+
+
+def test_a_step_allocates_so_much_and_gives_it_all_back(tmp_path: Path) -> None:
+    # What was taken before it looks it doesn't see given back; so it looks twice.
+    first, counted = (profile(use_cpu=True, profile_memory=True) for _ in range(2))
+
+    def done(step: int) -> None:
+        if step == _COUNTED.start - 1:
+            first.__enter__()
+        elif step == _COUNTED.start:
+            first.__exit__(None, None, None)
+            counted.__enter__()
+        elif step == _COUNTED.stop:
+            counted.__exit__(None, None, None)
+
+    with silenced(sys.stderr):
+        tiny_steps(tmp_path, 100, done)
+    sizes = changes(counted)
+    taken = [size for size in sizes if size > 0]
+    assert len(taken) >= len(_COUNTED), "the steps weren't looked at"
+    assert sum(sizes) == 0, "tensors stay"
+    skip_with_another_torch()
+    assert (len(taken), sum(taken)) == (ALLOCATIONS * len(_COUNTED), ALLOCATED * len(_COUNTED))
+
+
+def changes(counted: profile) -> list[int]:
+    """Bytes of each piece of memory that was taken, and of each that was given back as less than 0."""
+    sizes, events = [], list(counted.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while events:
+        event = events.pop()
+        events += event.children
+        if hasattr(event.extra_fields, "alloc_size"):
+            sizes.append(int(event.extra_fields.alloc_size))
+    return sizes

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of, made
 from tests.helpers.refusals import named, refused
@@ -215,3 +216,15 @@ def test_a_run_with_a_base_in_bfloat16_is_resumed_and_measured(tmp_path: Path) -
     assert ended["model.embed_tokens.weight"].dtype == ended["lm_head.weight"].dtype == torch.float32
     for name, tensor in base.items():
         assert torch.equal(tensor, ended[name]) == ("norm" in name), name
+
+
+def test_some_steps_of_lora_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model", **WORDS)
+    optim = {"lr": 0.01, "schedule": "constant", "weight_decay": 0.0}
+    lora = {"lora": {"rank": 2, "targets": ["all-linear"]}}
+    recipe = recipe_of(folder, model=lora, epochs=4, optim=optim, log={"every": 1, "to": ["jsonl"]})
+    assert attempt(tmp_path / "run", recipe).code == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ours = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert ours == pytest.approx(list(plain_losses(recipe)), rel=1e-5)
+    assert len(ours) == 4 and ours[3] < ours[0]

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from tests.helpers.refusals import refused
-from tests.helpers.steps import ALONE
+from tests.helpers.steps import ALONE, train_some
 from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.world import Ranks
 from trainer.config.model import LoraConfig, ModelConfig
 from trainer.config.training import AverageConfig, OptimConfig, ParallelConfig
 from trainer.distributed.overlap import buffers_of_parameters, sharing
+from trainer.distributed.parallel import World
 from trainer.distributed.sharding import check_sharding
 from trainer.errors import BadInputError
 from trainer.models.finetune import fine_tune
@@ -229,3 +231,20 @@ def test_frozen_and_odd_parameters_are_in_no_average() -> None:
         assert model.get_parameter("teacher").tolist() == [7.0, 7.0]
         assert torch.allclose(model.weight, before["weight"] + 0.9)
     assert torch.equal(model.weight, before["weight"] + 1.0)
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+@pytest.mark.parametrize("kind", ["transposed", "buffer"])
+def test_two_ranks_are_as_one(ranks: Ranks, kind: str, reduction: str) -> None:
+    alone = on_rank(ALONE, kind, reduction)
+    for state in ranks.run(2, on_rank, kind, reduction):
+        for name, tensor in alone.items():
+            assert torch.allclose(state[name], tensor, rtol=1e-10, atol=1e-12), name
+
+
+def on_rank(world: World, kind: str, reduction: str) -> dict[str, torch.Tensor]:
+    data = {"global_batch_size": 8, "micro_batch_size": 4}
+    parallel = {"threads": 1, "reduction": reduction}
+    settings = recipe(ema={"decay": 0.5}, parallel=parallel).model_copy()
+    settings = make_recipe(**{**settings.model_dump(), "data": {**settings.data.model_dump(), **data}})
+    return train_some(settings, Task(kind), range(4), world=world)[0]["model"]
