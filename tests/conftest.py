@@ -27,6 +27,7 @@ if not os.environ.get("PYTEST_XDIST_WORKER"):
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt
@@ -35,9 +36,13 @@ from trainer.config.user_file import folders_closed
 from trainer.host.limits import read_limits
 from trainer.launch import folder as folder_module, launcher
 from trainer.launch.folder import Launch
+from trainer.observe.console import set_verbosity
 
 # pytest lets faulthandler wait for a test without an end; a fork hangs where it ends that, or begins its own.
 os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+
+# Its thread, which watches bars, would stay: a process with threads forks no workers of a loader.
+tqdm.monitor_interval = 0
 
 # multiprocessing's server of forks imports torch once, for all that it forks.
 multiprocessing.set_forkserver_preload(["trainer.data.loader", "trainer.data.formats.decode"])
@@ -81,10 +86,11 @@ def _preloaded_ranks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_folders() -> Iterator[None]:
-    """Closes the folders of users' files: a process has those of one run."""
+def _one_run() -> Iterator[None]:
+    """Closes the folders of users' files, and forgets --quiet: a process has those of one run."""
     with folders_closed():
         yield
+    set_verbosity("normal")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be left out

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -46,7 +47,13 @@ def test_workers_that_are_not_forked_get_the_memory() -> None:
     what = source(Numbers(20))
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")), batches) == expected
+    loader, before = (
+        RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")),
+        threading.active_count(),
+    )
+    assert read_all(loader, batches) == expected
+    loader.close()
+    until(lambda: threading.active_count() <= before)  # a process with other threads forks no workers
 
 
 def test_residence_changes_nothing() -> None:

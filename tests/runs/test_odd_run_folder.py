@@ -14,6 +14,7 @@ import torch
 
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.preparing import prepare_only
+from tests.helpers.refusals import named
 from tests.helpers.run_folders import changed, rewrite, with_state
 from trainer import cli
 from trainer.host.disks import Mount
@@ -107,6 +108,6 @@ def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
 
         replace(os, "open", refuse)
 
-    refused = attempt(folder, before=read_only)
-    assert (refused.code, refused.said) == (2, "")
-    assert "can't be written (Read-only file system)" in refused.line
+    ended = attempt(folder, before=read_only)
+    assert (ended.code, ended.said) == (2, "")
+    assert named(ended.line, folder, os.strerror(errno.EROFS))
