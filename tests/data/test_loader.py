@@ -78,6 +78,16 @@ def test_no_worker_outlives_close() -> None:
     until(lambda: ours() <= before)
 
 
+def test_no_thread_outlives_close() -> None:
+    """By chance one in six did, and a second `fit` of the process could fork no workers."""
+    before, what = threading.active_count(), source(Numbers(200))
+    for _ in range(20):
+        loader = RingLoader(what, CPU, 2, FORK)
+        next(loader(what.share.batches()))
+        loader.close()
+        assert threading.active_count() == before
+
+
 def worker_of(what: Source) -> tuple[RingLoader, BaseProcess]:
     before = ours()
     loader = RingLoader(what, CPU, 1, FORK)

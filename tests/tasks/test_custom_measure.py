@@ -21,7 +21,10 @@ from trainer.train.start.from_python import Fitted
 pytestmark = pytest.mark.usefixtures("here")
 
 SIZES = {"data.global_batch_size": 4, "data.micro_batch_size": 2, "data.eval_batch_size": 2}
-SETTINGS: dict[str, Any] = {**SIZES, "epochs": 4, "log.to": ["jsonl"], "parallel.threads": 1}
+SETTINGS: dict[str, Any] = {
+    **SIZES,
+    **{"data.workers": 0, "epochs": 4, "log.to": ["jsonl"], "parallel.threads": 1},
+}
 CLASSES = 300
 
 

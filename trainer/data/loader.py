@@ -41,6 +41,7 @@ from trainer.data.workers import (
 from trainer.errors import BadInputError, OwnCodeError, first_line
 from trainer.rng import Ints, uniforms
 
+_SECONDS_OF_A_QUEUE = 5.0  # for its thread to end
 _RESIDENT_BYTES = 256 << 20
 _CHUNK_SAMPLES = 8192
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -325,6 +326,10 @@ class RingLoader:
         running = getattr(self._loader, "_iterator", None)
         if running is not None:
             running._shutdown_workers()  # torch ends them only when the iterator is freed
+            for queue in running._index_queues:
+                # A thread that outlasts its queue would keep the next loader from forking its workers.
+                if (thread := getattr(queue, "_thread", None)) is not None:
+                    thread.join(_SECONDS_OF_A_QUEUE)
         self._loader = None
         if self._pinned:
             with contextlib.suppress(RuntimeError):  # of a run that failed already
