@@ -26,7 +26,6 @@ _PRELOADED = (
     "pydantic",
     "torch",
     "torchvision",
-    "rich.progress",
 )
 T = TypeVar("T")
 _HANG_S = 120.0  # a test that runs longer than this with a mutant has failed
