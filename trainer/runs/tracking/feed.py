@@ -28,7 +28,7 @@ from trainer.runs.tracking.tracker import Tracker, tracker_class, trackers_of
 _ROWS = 1000  # most records that wait for the thread, and for each tracker
 _FINISH_S = 30.0  # for the last records of a run that finished, to all trackers together
 _LEAVE_S = 5.0  # of one that was stopped, or failed
-_REST_S = 30.0  # after an error, so that the thread has time for the other tracker
+REST_S = 30.0  # after an error, so that the thread has time for the other tracker
 _LIBRARIES = {one.module for one in SINKS.values() if one.module}
 
 
@@ -124,7 +124,7 @@ class _Link:
             # Redacted before it is shortened, which could cut off the sign of a secret.
             problem = redact_text(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
             self._tell(self.name, problem=problem)
-            self.again = time.monotonic() + _REST_S
+            self.again = time.monotonic() + REST_S
 
 
 class Feed:
