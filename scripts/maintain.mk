@@ -63,7 +63,7 @@ steady: ## run the fast tests 10 times: quiet, beside busy processes, on one cor
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.steady $(or $(ARGS),--quiet 3 --busy 5 --one-core 2)
 
-chaos: ## cut, kill, signal and hang runs at random (half an hour); ARGS="--runs 5"
+chaos: ## cut, kill, signal and hang runs at random (about an hour, not measured anew); ARGS="--runs 5"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
 
