@@ -308,22 +308,24 @@ def test_an_evaluation_leaves_what_the_training_changes(monkeypatch: pytest.Monk
 
 
 class Beside(Own):
-    """Keeps something that learns beside the model."""
+    """Keeps something that learns beside the model; `copied` in the first pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, copied: bool) -> None:
         super().__init__(Base)
-        self.shadow: dict[str, torch.Tensor] = {"weight": torch.zeros(3, 4, dtype=F64)}
+        self.shadow = {} if copied else {"weight": torch.zeros(3, 4, dtype=F64)}
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         with torch.no_grad():
-            self.shadow["weight"].lerp_(model.student.weight, 0.1)  # type: ignore[union-attr, arg-type]
+            weight: Any = model.student.weight  # type: ignore[union-attr]
+            self.shadow.setdefault("weight", weight.clone()).lerp_(weight, 0.1)
         return super().loss(model, batch)
 
 
-def test_what_learns_beside_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_learns_beside_the_model_is_named(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("trainer.tasks.custom_trial.warn", said.append)
-    CustomTask(Beside(), "own").check()
+    CustomTask(Beside(copied), "own").check()
     assert len(said) == 1 and "self.shadow['weight']" in said[0]
 
 
