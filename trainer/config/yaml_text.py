@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,12 @@ _NODES = 10_000
 _FILE_BYTES = 1 << 20
 
 
-class _Bounded(yaml.SafeLoader):
-    """PyYAML's safe loader without merge keys, which copy their targets: forty lines fill any memory."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader: scalars of YAML 1.2, keys that are strings and unique, no merge keys.
+
+    In PyYAML's YAML 1.1 `1e-3` is a string, `010` is 8, `1:30` is 90 and `on` is true. Merge keys copy their
+    targets: forty lines fill any memory.
+    """
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Leaves a mapping unchanged.
@@ -26,13 +29,6 @@ class _Bounded(yaml.SafeLoader):
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 raise BadInputError(f"line {key.start_mark.line + 1}: no merge keys; write the values out")
-
-
-class _Loader(_Bounded):
-    """PyYAML's safe loader with the scalars of YAML 1.2, where keys are strings and unique.
-
-    In PyYAML's YAML 1.1 `1e-3` is a string, `010` is 8, `1:30` is 90 and `on` is true.
-    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -52,10 +48,6 @@ class _Loader(_Bounded):
         return {key.value: self.construct_object(value, deep) for key, value in node.value}
 
 
-_Bounded.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":merge")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|", ["~", "n", ""]),
@@ -101,17 +93,8 @@ def parse_yaml(text: str, source: str) -> Any:
     Raises:
         BadInputError: If it isn't YAML or grows beyond 10,000 values.
     """
-    return _parsed(source, lambda: yaml.load(text, _Loader))
-
-
-def parse_dumped(text: str, source: str) -> Any:
-    """Parses text that PyYAML's dumper wrote, with the scalars of YAML 1.1."""
-    return _parsed(source, lambda: yaml.load(text, _Bounded))
-
-
-def _parsed(source: str, load: Callable[[], Any]) -> Any:
     try:
-        values = load()
+        values = yaml.load(text, _Loader)
         size = _expanded(values, {}, ())
     except BadInputError as error:
         raise BadInputError(f"{source}: {error}") from error
