@@ -5,6 +5,7 @@ A mutant is tried on the tests that ran its lines, by a coverage database with a
 
 import argparse
 import json
+import re
 import sqlite3
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ class _Cases(NamedTuple):
             ).fetchall()
         lines = set(range(mutant.first, mutant.last + 1))
         # A context of a fork of a server has two names.
-        found = {case.rpartition("|")[2] for case, bits in rows if lines & set(numbits_to_nums(bits))}
+        found = {_alone(case.rpartition("|")[2]) for case, bits in rows if lines & set(numbits_to_nums(bits))}
         found &= self.seconds.keys()
         return sorted(found, key=lambda case: self.seconds[case])
 
@@ -79,12 +80,17 @@ def mutants_of(root: Path) -> Iterator[Generated]:
     yield from generate(root)
 
 
+def _alone(case: str) -> str:
+    """The name of a case without that of its group, which xdist appends."""
+    return re.sub(r"@[^@\]]*$", "", case)
+
+
 def _seconds(file: Path) -> dict[str, float]:
     seconds = dict[str, float]()
     for case in ElementTree.parse(file).iter("testcase"):
         if case.find("skipped") is None and case.find("failure") is None and case.find("error") is None:
             name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
-            seconds[name] = float(case.attrib["time"])
+            seconds[_alone(name)] = float(case.attrib["time"])
     return seconds
 
 
