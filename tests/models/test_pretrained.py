@@ -256,6 +256,18 @@ def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Pa
     refusal(done.code, f"{done.line}\n", "org/name")
 
 
+def test_a_run_whose_checkpoint_is_damaged_begins_with_them_again(tmp_path: Path, hub: Hub) -> None:
+    assert attempt(tmp_path / "whole", recipe_of()).code == 0
+    assert attempt(tmp_path / "run", recipe_of(), stop_after=1).code == 75
+    (file,) = (tmp_path / "run").glob("checkpoints/*/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    shutil.rmtree(tmp_path / "cache")
+    done = attempt(tmp_path / "run", recipe_of(), "force")
+    assert done.code == 0, done.said
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole"))
+    assert one == two
+
+
 def test_another_file_in_its_place_is_named(tmp_path: Path) -> None:
     before = hashlib.sha256(weights(tmp_path)).hexdigest()
     source = str(tmp_path / "start.safetensors")
