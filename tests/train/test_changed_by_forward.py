@@ -19,6 +19,7 @@ from trainer.errors import DivergedError
 from trainer.observe.checksums import Checksums
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.run import build
+from trainer.train.evaluate import shown_to_hooks
 from trainer.train.loop import train
 from trainer.train.recording import other_ranks_checksums
 from trainer.train.state import Run, load_tensors, tensors_of
@@ -305,6 +306,15 @@ def test_an_evaluation_leaves_what_the_training_changes(monkeypatch: pytest.Monk
     often, seldom = (looped(Own(seeded(Counts)), every).state.model for every in ("1 steps", "end"))
     for name, tensor in often.state_dict().items():
         assert torch.equal(tensor, seldom.state_dict()[name]), name
+
+
+def test_a_hook_that_calls_the_model_leaves_what_the_training_changes() -> None:
+    run = looped(Own(seeded(Counts)), "end")
+    model: Any = run.state.model
+    before = model.scale.clone()
+    with shown_to_hooks(run):
+        model(torch.ones(2, 4, dtype=F64))
+    assert torch.equal(model.scale, before)
 
 
 class Beside(Own):
