@@ -149,9 +149,10 @@ def test_a_branch_is_fetched_once_and_its_commit_is_kept(tmp_path: Path, hub: Hu
     assert facts["config"]["model"]["pretrained"] == f"hub:org/name@{OLD}"
     # The branch moves on: the run doesn't, even where it begins anew; a new one does.
     hub.files["org/name", NEW], hub.commits["main"] = weights(tmp_path, 6), NEW
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert attempt(tmp_path / "run", recipe_of()).code == 0
-    assert manifest(tmp_path / "run")["pretrained"]["revision"] == OLD
+    for asked in (SOURCE, facts["config"]["model"]["pretrained"]):
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        assert attempt(tmp_path / "run", recipe_of(asked), stop_after=1).code == 75
+        assert manifest(tmp_path / "run")["pretrained"] == facts["pretrained"]
     assert attempt(tmp_path / "other", recipe_of()).code == 0
     assert manifest(tmp_path / "other")["pretrained"]["revision"] == NEW
 
