@@ -114,9 +114,7 @@ CASES = [*((f"train digits {words}", names) for words, names in SETTINGS), *COMM
 
 
 @pytest.mark.parametrize(("words", "names"), CASES, ids=[words[-40:] for words, _ in CASES])
-def test_one_line_and_code_2(
-    words: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_code_2(words: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = words.split(" ")
     for name in set(arguments) & YAMLS.keys():
         (tmp_path / name).write_text(YAMLS[name])
@@ -148,7 +146,7 @@ LOCKED = [
 
 
 @pytest.mark.parametrize("words", LOCKED, ids=" ".join)
-def test_a_path_that_may_not_be_used_is_one_line(
+def test_a_denied_path_is_one_line(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_pictures(tmp_path / "half")

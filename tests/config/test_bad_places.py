@@ -42,9 +42,7 @@ def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[s
     refusal(2, capsys.readouterr().err, "4 2")
 
 
-def test_a_folder_with_anything_in_it_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_something_in_it_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
     refusal(main(["train", "digits", "--out", "."]), capsys.readouterr().err)

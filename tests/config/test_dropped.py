@@ -37,7 +37,7 @@ def test_none_of_them_is_a_key_of_today() -> None:
     assert not DROPPED.keys() & {key.name for key in describe(Recipe)}
 
 
-def test_a_line_for_each_and_the_recipe_that_then_trains(
+def test_a_line_for_each_and_the_recipe_without_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"data": {"name": "digits", "limit": 64}, "model": {"width": 4}, "max_steps": 1, "epochs": 1}

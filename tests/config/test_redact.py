@@ -23,9 +23,7 @@ def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "PGPASSWORD"])
-def test_what_such_a_variable_holds_goes_wherever_it_stands(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_variable_holds_goes_wherever_it_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "Zq9-hunter2")
     assert redact_text("no: Zq9-hunter2 (x=[Zq9-hunter2])") == f"no: {REDACTED} (x=[{REDACTED}])"
     assert redact({"a": ["bZq9-hunter2c", 1]}) == {"a": [f"b{REDACTED}c", 1]}
@@ -55,7 +53,7 @@ def test_a_value_goes_within_base64(before: bytes, after: bytes, url: bool) -> N
 
 
 @pytest.mark.parametrize("value", ["short", "1234567890", "/run/secrets/token.json", "Accuracy"])
-def test_short_values_numbers_paths_and_words_of_the_configuration_are_none(
+def test_short_values_numbers_paths_and_our_words_are_none(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_KEY", value)

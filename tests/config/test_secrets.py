@@ -85,7 +85,7 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     }
 
 
-def test_a_run_goes_on_without_the_variable_and_with_another(
+def test_a_run_goes_on_without_the_variable_or_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"

@@ -135,9 +135,7 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
         assert "RuntimeError" not in str(importlib.util.find_spec(name))
 
 
-def test_an_installed_one_comes_before_what_lies_there_unused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_one_comes_before_one_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a library imports it for the first time."""
     write(
         tmp_path,

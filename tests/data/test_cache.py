@@ -128,7 +128,7 @@ def test_a_shard_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
     assert not kept(tmp_path)
 
 
-def test_downloads_of_others_count_and_are_waited_for(
+def test_downloads_of_others_are_waited_for(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process is fetching a shard for which room was made: the next waits until that may go."""
@@ -196,9 +196,7 @@ def test_an_index_that_is_wrong_at_the_server_is_told(web: Web, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("pack")
-def test_an_index_without_a_length_that_is_cut_off_is_fetched_again(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_off_index_is_fetched_again(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "AGAIN", (0.0, 0.0))
     expected = open_cached(f"{web.url}/pack", tmp_path / "one", None).fingerprint()
     web.app.faults[INDEX] = iter(["cut", "cut"])
@@ -212,7 +210,7 @@ def test_an_index_without_a_length_that_is_cut_off_is_fetched_again(
 # What others wrote to the cache, and servers without an end.
 
 
-def test_a_piece_that_others_changed_is_named_and_fetched_again(
+def test_a_changed_piece_is_fetched_again(
     web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, path = Cached(f"{web.url}/data", tmp_path, None), place_of(tmp_path, "one")
@@ -229,7 +227,7 @@ def test_a_piece_that_others_changed_is_named_and_fetched_again(
 
 @pytest.mark.usefixtures("pack")
 @pytest.mark.parametrize("name", [INDEX, COLUMNS])
-def test_an_index_that_others_changed_is_named_and_fetched_again(
+def test_a_changed_index_is_fetched_again(
     web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """A class of another name would make a whole index, too: it is the server's that counts."""
@@ -245,9 +243,7 @@ def test_an_index_that_others_changed_is_named_and_fetched_again(
 
 
 @pytest.mark.usefixtures("pack")
-def test_an_index_without_an_end_is_refused(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_index_is_refused(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.host.strict_json.LARGEST", 1 << 10)
     web.files[f"pack/{INDEX}"] = b" " * ((1 << 10) + 1)
     with refused(f"{INDEX}: 1024B"):

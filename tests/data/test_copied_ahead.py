@@ -49,9 +49,7 @@ def a_pass(cuda: Cuda, batches: int, staged: bool, slots: int = SLOTS) -> list[i
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("slots", [3, 4, 7])
-def test_no_slot_is_written_and_no_batch_used_or_freed_too_early(
-    cuda: Cuda, staged: bool, slots: int
-) -> None:
+def test_no_slot_is_written_and_no_batch_used_too_early(cuda: Cuda, staged: bool, slots: int) -> None:
     assert a_pass(cuda, 12, staged, slots) == list(range(12))
     assert cuda.problems == []
 

@@ -66,9 +66,7 @@ def torchvisions_cut(
 
 
 @pytest.mark.parametrize(("height", "width"), SHAPES)
-def test_a_random_cut_is_torchvisions_with_the_same_numbers(
-    height: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_random_cut_is_torchvisions(height: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for numbers in uniforms(0, np.zeros(60, np.int64), np.arange(60), 4).tolist():
         found = random_cut(height, width, *numbers)
         assert found == torchvisions_cut(monkeypatch, height, width, numbers)
@@ -78,7 +76,7 @@ def test_a_random_cut_is_torchvisions_with_the_same_numbers(
 @pytest.mark.parametrize(
     ("side", "share", "short"), [(32, 0.875, 37), (224, 0.875, 256), (224, 0.95, 236), (224, 1, 224)]
 )
-def test_an_evaluation_image_is_torchvisions_resize_and_center_crop(
+def test_an_evaluation_image_is_torchvisions(
     height: int, width: int, side: int, share: float, short: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -128,9 +128,7 @@ def read(records: Records, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "shards", "pack"])
-def test_the_same_images_in_the_same_order_from_every_format(
-    kind: str, photographs: Path, tmp_path: Path
-) -> None:
+def test_every_format_has_the_same_images_in_order(kind: str, photographs: Path, tmp_path: Path) -> None:
     expected, found = read(in_folder(photographs)), read(opened(kind, photographs, tmp_path))
     assert np.array_equal(expected["image"], found["image"])
     assert np.array_equal(expected["label"], found["label"])

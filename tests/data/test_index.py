@@ -88,9 +88,7 @@ def test_a_large_table_is_read_once(tmp_path: Path, indexes: Path, monkeypatch: 
     assert in_table(table, several, indexes).classes == ("a", "x0", "x1", "x2")
 
 
-def test_many_images_of_coco_are_read_once(
-    tmp_path: Path, indexes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_coco_is_read_once(tmp_path: Path, indexes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = large_coco(tmp_path / "d")
     plain, made = CocoPictures(root, "train", "fail"), CocoPictures(root, "train", "fail", indexes=indexes)
     assert sorted(each.count for each in plain.left_out) == [1, 1, 1]
@@ -104,15 +102,7 @@ def test_many_images_of_coco_are_read_once(
         assert (one.fingerprint(), one.remarks(False)) == (plain.fingerprint(), plain.remarks(False))
 
 
-def changed_in_place(shard: Path) -> None:
-    """Another byte of its last image, in a file of the same size and time."""
-    data, facts = bytearray(shard.read_bytes()), shard.stat()
-    data[data.rindex(b"\xff\xd8\xff") + 20] ^= 1
-    shard.write_bytes(data)
-    os.utime(shard, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-
-
-def test_local_shards_need_no_index_beside_them(
+def test_local_shards_need_no_index(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "d" / "train").mkdir(parents=True)
@@ -131,7 +121,11 @@ def test_local_shards_need_no_index_beside_them(
         patch.setattr(tar_shards, "members", broken)
         again = open_records(config, tmp_path / "d", "train")
         assert facts(again) == facts(found)
-    changed_in_place(folder / "000.tar")
+    shard = folder / "000.tar"  # with another byte of its last image, and of the same size and time
+    data, before = bytearray(shard.read_bytes()), shard.stat()
+    data[data.rindex(b"\xff\xd8\xff") + 20] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     other = open_records(config, tmp_path / "d", "train")
     assert other.fingerprint() != expected.fingerprint() and other.read(6) != last
     (folder / "001.tar").unlink()
@@ -203,7 +197,7 @@ def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
     assert other.keep_hashes(tmp_path / "i") is None and other.read(seen), "of another size, it isn't one"
 
 
-def test_every_sample_of_loose_files_is_verified(
+def test_all_loose_files_are_verified(
     photographs: Path, tmp_path: Path, indexes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, count = tmp_path / "d", len(in_folder(photographs))
@@ -239,16 +233,16 @@ def test_a_full_cache_holds_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_read_only_data_have_an_index(tmp_path: Path, indexes: Path) -> None:
     table = large_table(tmp_path / "d")
-    folders = [photographs_of(tmp_path / "d" / "f", 3) / "a", tmp_path / "d" / "f", tmp_path / "d"]
-    for folder in folders:
+    files = photographs_of(tmp_path / "d" / "f", 3)
+    for folder in (files / "a", files, tmp_path / "d"):
         folder.chmod(0o555)
     with permissions_count():
         with pytest.raises(PermissionError):
             (tmp_path / "d" / "x").touch()
         in_table(table, indexes=indexes)
-        records = in_folder(tmp_path / "d" / "f")
+        records = in_folder(files)
         assert records.keep_hashes(None, make=True) and records.read(1)
-    for folder in folders[::-1]:
+    for folder in (tmp_path / "d", files, files / "a"):
         folder.chmod(0o755)
     assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
 
@@ -278,9 +272,7 @@ def test_two_starters_make_one_index(photographs: Path, tmp_path: Path, indexes:
     assert index.known_hashes(next(indexes.glob("*.hashes"))) == 20
 
 
-def test_hosts_share_an_index_wherever_the_data_are_mounted(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_share_an_index(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, found = tmp_path / "shared", []
     (tmp_path / "a" / "t").mkdir(parents=True)
     as_shards(photographs, tmp_path / "a" / "t")

@@ -63,9 +63,7 @@ def packed(folder: Path, target: Path, upright: bool, settings: PackSettings) ->
     return target
 
 
-def test_the_key_is_followed_by_each_format_and_is_in_the_fingerprint(
-    photographs: Path, tmp_path: Path
-) -> None:
+def test_each_format_follows_the_key_and_has_it_in_the_fingerprint(photographs: Path, tmp_path: Path) -> None:
     stored, mark = evaluated(name="folder", path=photographs)
     upright, other = evaluated(name="folder", path=photographs, exif_orientation="apply")
     assert mark == in_folder(photographs / "val").fingerprint() == other.removesuffix(" upright") != other
@@ -146,7 +144,7 @@ def test_coco_says_when_exif_is_why_sizes_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("orientation", "warned"), [(1, False), (3, True), (6, True)])
-def test_boxes_of_turned_images_are_warned_of(
+def test_boxes_of_turned_images(
     orientation: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, marks = coco(tmp_path / "d", (40, 30), orientation), []

@@ -75,7 +75,7 @@ def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> Non
     assert small.about.settings == {**settings, "reading": {"upright": False}}
 
 
-def test_a_pack_that_was_interrupted_is_none_and_is_made_anew(
+def test_an_interrupted_pack_is_made_anew(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records, target, whole = in_folder(photographs), tmp_path / "cut", tmp_path / "whole"
@@ -102,9 +102,7 @@ def test_two_at_once_is_one_too_many(photographs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("forkserver")
-def test_a_signal_ends_a_pack_and_its_processes(
-    photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_a_signal_ends_a_pack(photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """Killed by the signal, the parent would leave its semaphores to the resource tracker, which says so."""
     monkeypatch.setattr(
         "trainer.data.formats.pack.as_completed", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
@@ -207,9 +205,7 @@ def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (damage(lambda about: about.update(samples=3)), ""),
     ],
 )
-def test_an_index_that_is_wrong(
-    change: Callable[[Path], None], names: str, packed: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_index(change: Callable[[Path], None], names: str, packed: Path, tmp_path: Path) -> None:
     shutil.copytree(packed, tmp_path / "p")
     change(tmp_path / "p")
     with refused(tmp_path / "p", names):

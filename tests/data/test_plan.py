@@ -143,7 +143,7 @@ def test_what_draws_is_refused_without_shuffling() -> None:
 
 
 @given(samples=st.integers(1, 100), size=st.integers(1, 16), world=st.integers(1, 5))
-def test_evaluation_reads_each_sample_once_in_micro_batches_that_do_not_depend_on_the_world(
+def test_evaluation_reads_each_sample_once_in_any_worlds_micro_batches(
     samples: int, size: int, world: int
 ) -> None:
     rows: dict[int, list[int]] = {}

@@ -96,9 +96,7 @@ def test_a_limit_below_two_shards_names_the_smallest(web: Web, about: About, tmp
     load_images(remote(web, tmp_path, cache_limit=f"{smallest}B"), 0)
 
 
-def test_a_run_tells_its_order_so_that_a_resume_with_another_is_refused(
-    web: Web, pack: Path, about: About, tmp_path: Path
-) -> None:
+def test_a_resume_with_another_order_is_refused(web: Web, pack: Path, about: About, tmp_path: Path) -> None:
     orders = []
     limits = "1GB", f"{limit_for(about, 2)}B"
     for data in (config(pack), *(remote(web, tmp_path, cache_limit=limit) for limit in limits)):

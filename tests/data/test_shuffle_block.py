@@ -23,7 +23,7 @@ def epoch_of(shards: list[int], shards_per_block: int, seed: int = 0, epoch: int
 
 
 @given(shards=sizes, of_block=st.integers(1, 31), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
-def test_an_epoch_is_a_permutation_whose_stretches_need_the_shards_of_their_block_only(
+def test_a_stretch_needs_the_shards_of_its_block(
     shards: list[int], of_block: int, seed: int, epoch: int
 ) -> None:
     """Wherever one looks, what is needed from there on and was needed before is less than a block's."""

@@ -147,9 +147,7 @@ def test_what_is_read_of_a_table(made: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_files_of_a_table_that_are_not_there_are_counted(
-    kind: str, photographs: Path, tmp_path: Path
-) -> None:
+def test_missing_files_are_counted(kind: str, photographs: Path, tmp_path: Path) -> None:
     def check(table: Any) -> None:
         check_data("fast", False, [CheckedData("training", ImageDataset(table, SIDE, random_crop=True), 0)])
 
@@ -180,7 +178,7 @@ def tables(root: Path, train: Sequence[tuple[str, Any]], val: Sequence[tuple[str
         ([5, 100_000], [5, 5], [0, 0]),
     ],
 )
-def test_val_is_numbered_by_the_names_of_train(
+def test_val_has_the_numbers_of_train(
     tmp_path: Path, train: Sequence[Any], val: Sequence[Any], numbers: list[int]
 ) -> None:
     rows = [
@@ -238,7 +236,7 @@ def write(root: Path, name: str, rows: Sequence[str]) -> Path:
         ("i/a.jpg more/b.jpg", ["more/../i/a.jpg", "more/b.jpg"], {}, 0),
     ],
 )
-def test_images_that_no_table_names_are_counted(
+def test_unnamed_images(
     files: str, train: list[str], others: dict[str, list[str]], count: int, tmp_path: Path
 ) -> None:
     root = tmp_path / "d"
