@@ -1,6 +1,4 @@
-"""Contract of class folders: files are read whatever they are called, counted by reason where
-they aren't, and named before the start where they can't be.
-"""
+"""Contract of class folders: files are read whatever they are called, counted, or named before the start."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -38,9 +36,8 @@ def class_folder(root: Path, *names: str | bytes) -> Path:
 
 def test_the_line_of_what_is_left_out() -> None:
     assert left_out_line(()) == ""
-    found = tally(
-        [one(".heic", "a/1.heic"), one("box{es}", "x"), one(".heic", "a/2.heic"), one("categor{y}", "y")]
-    )
+    pairs = (".heic", "a/1.heic"), ("box{es}", "x"), (".heic", "a/2.heic"), ("categor{y}", "y")
+    found = tally(one(*pair) for pair in pairs)
     assert named(left_out_line(tally([*found, *found])), "4 .heic a/1.heic 2 boxes x 2 categories y")
     assert named(left_out_line((one(".a\nb", b"\xff\n\x07"),)), "1 .a\\nb \\xff\\n\\x07")
     assert named(left_out_line(tally(one(f".{n}", f"x{n}") for n in range(999))), "743 x256 1 .0 x0 245")
@@ -153,8 +150,11 @@ def labeled(classes: Sequence[str], labels: list[int]) -> Files:
     ],
 )
 def test_a_class_without_samples_to_learn_from(train: Any, val: Any, names: str) -> None:
+    parts = (
+        Files(Path("x"), index_of([b"%d" % n for n in labels], labels, one)) for one, labels in (train, val)
+    )
     with refused("data", names):
-        common_classes("data", labeled(*train), labeled(*val), gaps=True)
+        common_classes("data", *parts, gaps=True)
 
 
 def checked(records: Records, how: Any = "fast", on_corrupt: Any = "fail", budget: int = 0) -> None:

@@ -42,9 +42,6 @@ def noise(width: int, height: int, grain: int = 8) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
-# Orientation
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> None:
     data = encoded(picture(size=(41, 30)), "PNG", exif=exif(orientation))
@@ -75,9 +72,6 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
     assert orientation_of_file(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
 
 
-# 16 bits
-
-
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 @pytest.mark.parametrize(("most", "shift"), [(255, 0), (694, 2), (4095, 4)])
 def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, shift: int) -> None:
@@ -85,26 +79,20 @@ def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, shift:
     assert named(refused(encoded(Image.fromarray(ramp), kind)), f"{most:,} image >> {shift}")
 
 
-def ppm(most: int, maximum: int) -> bytearray:
-    """Colors of 16 bits, of which PIL drops the lower ones; by a maximum that says what they mean."""
-    return bytearray(b"P6 4 3 %d\n" % maximum + np.linspace(0, most, 36).astype(">u2").tobytes())
-
-
 @pytest.mark.parametrize(
     ("most", "maximum", "black"),
     [(65535, 65535, False), (4095, 4095, False), (655, 65535, True), (40, 4095, True), (4095, 65535, True)],
 )
 def test_twelve_bits_of_sixteen_in_a_ppm(most: int, maximum: int, black: bool) -> None:
+    ppm = bytearray(b"P6 4 3 %d\n" % maximum + np.linspace(0, most, 36).astype(">u2").tobytes())
     if black:
-        assert named(refused(ppm(most, maximum)), "black")
+        assert named(refused(ppm), "black")
     else:
-        assert rows(decode.decode_whole(ppm(most, maximum))).max() == 255
+        assert rows(decode.decode_whole(ppm)).max() == 255
 
 
 @pytest.mark.parametrize(("mode", "channels"), [(2, 3), (4, 2)])
 def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) -> None:
-    """Of a critical chunk that isn't known, at which libpng gives up."""
-
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
@@ -112,9 +100,6 @@ def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) 
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 3, 16, mode, 0, 0, 0))
     data += chunk(b"ABCD", b"") + chunk(b"IDAT", zlib.compress(3 * row)) + chunk(b"IEND", b"")
     assert "nearly) black" in refused(data)
-
-
-# One verdict, the decoder's
 
 
 @pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xda"])
@@ -135,13 +120,9 @@ def verdict(data: bytearray, side: int) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
 def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any]) -> None:
-    whole = encoded(noise(320, 240), "JPEG", quality=60, **options)
-    whole += b"after its end"
-    ends = [len(whole) - n for n in range(22)] + list(range(len(whole) // 2, len(whole), 977))
-    for end in ends:
-        data = whole[:end]
-        alone = verdict(data, 0)
-        assert [verdict(data, side) for side in (100, 60, 30)] == [alone] * 3, len(whole) - end
+    whole = encoded(noise(320, 240), "JPEG", quality=60, **options) + b"after its end"
+    for end in (*range(len(whole) - 21, len(whole) + 1), *range(len(whole) // 2, len(whole), 977)):
+        assert len({verdict(whole[:end], side) for side in (0, 100, 60, 30)}) == 1, len(whole) - end
 
 
 def test_a_jpeg_that_torchvision_refuses_is_pillow_s() -> None:
@@ -162,7 +143,6 @@ def test_a_size_that_the_decoder_does_not_give_is_not_believed(monkeypatch: pyte
 
 
 def test_the_cut_of_a_scaled_decode_is_exact() -> None:
-    """Half an image's worth of what is drawn would be seen in the mean."""
     data = encoded(noise(1203, 903), "JPEG", quality=95)
     random = np.random.default_rng(0)
     for side in (50, 110, 224) * 4:
@@ -192,9 +172,6 @@ def test_the_middle_of_scaled_cuts_is_that_of_what_was_drawn() -> None:
         more = np.subtract(snapped_cut(box, 100, 2000, 2000)[0], box)
         apart.append(more[:2] + more[2:] / 2)
     assert np.abs(np.mean(apart, 0)).max() < 0.5, "not towards the top left"
-
-
-# Messages
 
 
 WHAT = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.batches import CPU, FORK, read_all
+from tests.helpers.batches import CPU, FORK, arrays_of, read_all
 from tests.helpers.image_folders import SIDE, encoded, opened, picture
 from tests.helpers.refusals import refused
 from trainer.config.data import LoaderConfig
@@ -24,17 +24,12 @@ from trainer.data.formats import decode
 from trainer.data.formats.crop import Box
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.records import Records
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 
 
-def whole(height: int, width: int) -> Box:
-    return Box(0, 0, height, width)
-
-
 def pixels(data: bytearray) -> npt.NDArray[np.uint8]:
-    return decode.cut_out(data, whole)[0].permute(1, 2, 0).numpy()
+    return decode.cut_out(data, lambda *size: Box(0, 0, *size))[0].permute(1, 2, 0).numpy()
 
 
 @pytest.mark.parametrize(
@@ -43,10 +38,7 @@ def pixels(data: bytearray) -> npt.NDArray[np.uint8]:
         ("JPEG", "RGB", {"quality": 90}),
         ("JPEG", "RGB", {"quality": 90, "progressive": True}),
         ("JPEG", "CMYK", {"quality": 90}),
-        ("PNG", "RGB", {}),
-        ("PNG", "RGBA", {}),
-        ("PNG", "P", {}),
-        ("PNG", "1", {}),
+        *(("PNG", mode, {}) for mode in ("RGB", "RGBA", "P", "1")),
         ("WEBP", "RGB", {"lossless": True}),
         ("GIF", "P", {"save_all": True, "append_images": [Image.new("RGB", (40, 30), "red")]}),
         ("TIFF", "RGB", {}),
@@ -65,18 +57,15 @@ def test_sixteen_bits_keep_their_upper_eight(kind: str) -> None:
     assert np.array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2))
 
 
-def bomb_png() -> bytearray:
+def bomb(kind: str) -> bytearray:
     """Of 50,000 x 50,000 pixels, by its header."""
-    data = encoded(picture(), "PNG")
-    data[16:24] = struct.pack(">II", 50_000, 50_000)
-    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
-    return data
-
-
-def bomb_jpeg() -> bytearray:
-    data = encoded(picture(), "JPEG")
-    at = data.index(b"\xff\xc0")
-    data[at + 5 : at + 9] = struct.pack(">HH", 60_000, 60_000)
+    data = encoded(picture(), kind)
+    if kind == "PNG":
+        data[16:24] = struct.pack(">II", 50_000, 50_000)
+        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    else:
+        at = data.index(b"\xff\xc0")
+        data[at + 5 : at + 9] = struct.pack(">HH", 50_000, 50_000)
     return data
 
 
@@ -93,10 +82,10 @@ BAD: dict[str, Callable[[], bytearray]] = {
     "png_half": lambda: cut_off("PNG", 0.5),
     "webp_half": lambda: cut_off("WEBP", 0.5),
     "float": lambda: encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"),
-    "bomb_png": bomb_png,
-    "bomb_jpeg": bomb_jpeg,
+    "bomb_png": lambda: bomb("PNG"),
+    "bomb_jpeg": lambda: bomb("JPEG"),
     "postscript": lambda: bytearray(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n"
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n"
     ),
 }
 
@@ -108,28 +97,18 @@ def test_what_is_damaged_is_corrupt(name: str, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(Corrupt) as raised:
-        decode.cut_out(BAD[name](), whole)
+        pixels(BAD[name]())
     assert len(str(raised.value)) < 200 and "\n" not in str(raised.value)
     assert not (tmp_path / "ran").exists()
 
 
-def numbers(count: int) -> Any:
-    return np.random.default_rng(3).random((count, 4), dtype=np.float32)
-
-
-def read(records: Records, **options: Any) -> dict[str, Any]:
-    count = len(records)
-    out: dict[str, Any] = {
-        "image": np.zeros((count, SIDE, SIDE, 3), np.uint8),
-        "label": np.zeros(count, np.int64),
-    }
-    ImageDataset(records, SIDE, random_crop=True, **options).read(np.arange(count), numbers(count), out)
-    return out
-
-
 @pytest.mark.parametrize("kind", ["csv", "parquet", "shards", "pack"])
 def test_every_format_has_the_same_images_in_order(kind: str, photographs: Path, tmp_path: Path) -> None:
-    expected, found = read(in_folder(photographs)), read(opened(kind, photographs, tmp_path))
+    random = np.random.default_rng(3).random((30, 4), dtype=np.float32)
+    expected, found = (
+        arrays_of(ImageDataset(one, SIDE, random_crop=True), random=random)[0]
+        for one in (in_folder(photographs), opened(kind, photographs, tmp_path))
+    )
     assert np.array_equal(expected["image"], found["image"])
     assert np.array_equal(expected["label"], found["label"])
     assert len(np.unique(expected["label"])) == 10
@@ -148,7 +127,6 @@ def test_workers_and_a_resume_change_no_bit(kind: str, photographs: Path, tmp_pa
 
 @pytest.mark.parametrize("kind", ["folder", "raw"])
 def test_what_stands_in_is_always_the_same(kind: str, broken: Path, tmp_path: Path) -> None:
-    """For any number of workers and after a resume."""
     (tmp_path / "work").mkdir()
     records, file = opened(kind, broken, tmp_path / "work"), tmp_path / "quarantine.jsonl"
     dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="quarantine")
@@ -196,7 +174,6 @@ def test_an_image_is_resized_alike_however_it_lies_in_memory_and_by_the_quick_pa
 
 
 def test_a_shard_that_vanishes_or_shrinks_is_not_corrupt(photographs: Path, tmp_path: Path) -> None:
-    """It may pass, and the run would have trained on other samples."""
     records = opened("shards", photographs, tmp_path)
     first = records.read(0)
     for shard in ("000.tar", "002.tar"):
@@ -204,10 +181,9 @@ def test_a_shard_that_vanishes_or_shrinks_is_not_corrupt(photographs: Path, tmp_
     assert records.read(0) == first, "an open file stays"
     os.truncate(tmp_path / "001.tar", 5000)
     dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="skip")
-    out: dict[str, Any] = {"image": np.zeros((1, SIDE, SIDE, 3), np.uint8), "label": np.zeros(1, np.int64)}
     for sample, names in ((8, "001.tar 5,000"), (15, "002.tar")):
         with refused(tmp_path, names):
-            dataset.read(np.array([sample]), numbers(1), out)
+            arrays_of(dataset, [sample], 0.5)
 
 
 def test_what_stands_in_goes_by_the_sample_alone() -> None:

@@ -19,14 +19,13 @@ import pytest
 from PIL import Image
 
 from benchmarks.photographs import write_photographs
+from tests.helpers.image_folders import SIZE
 from tests.helpers.refusals import named, refused
 from tests.helpers.waiting import until
 from trainer.cli import main
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, _work_off, pack
 from trainer.data.formats.sharded import COLUMNS, INDEX, in_shards
-
-SIZE = 160, 120
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +103,8 @@ def test_two_at_once_is_one_too_many(photographs: Path, tmp_path: Path) -> None:
 @pytest.mark.xdist_group("forkserver")
 def test_a_signal_ends_a_pack(photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """Killed by the signal, the parent would leave its semaphores to the resource tracker, which says so."""
-    monkeypatch.setattr(
-        "trainer.data.formats.pack.as_completed", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-    )
+    kill = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("trainer.data.formats.pack.as_completed", kill)
     before, others = signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()}
     arguments = ["data", "pack", str(photographs), str(tmp_path / "p"), "--processes"]
     with pytest.raises(SystemExit) as ended:
@@ -121,7 +119,6 @@ def test_a_signal_ends_a_pack(photographs: Path, tmp_path: Path, monkeypatch: An
 
 
 def pack_slowly(folder: Path, number: int, _: range) -> None:
-    """A shard that takes its time."""
     (folder / f"begun {number}").touch()
     time.sleep(3600)
     (folder / f"done {number}").touch()
@@ -149,13 +146,11 @@ def test_what_is_in_the_way_is_left_alone(photographs: Path, packed: Path, tmp_p
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     pack(records, tmp_path / "raw", settings)
-    for what, target, names in (
-        (records, tmp_path / "mine", tmp_path / "mine"),
-        (records, packed, packed),
-        (in_shards(tmp_path / "raw"), tmp_path / "again", "pixels"),
-    ):
-        with refused(names):
-            pack(what, target, settings)
+    for target in (tmp_path / "mine", packed):
+        with refused(target):
+            pack(records, target, settings)
+    with refused("pixels"):
+        pack(in_shards(tmp_path / "raw"), tmp_path / "again", settings)
 
 
 def test_verify_names_what_changed(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
-from torch import nn
 from torch.nn import functional as F
 
+from tests.helpers.batches import arrays_of
 from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -56,10 +56,7 @@ def test_each_class_of_an_image_is_a_one(data: dict[str, Any]) -> None:
     images = load_images(DataConfig(**data), 0)
     assert images.classes == CLASSES
     for part, rows in ((images.train, TRAIN), (images.evaluation, VAL)):
-        out: Any = {n: np.zeros((len(part), *field.shape), field.dtype) for n, field in part.fields.items()}
-        random = np.full((len(part), part.uniforms), 0.5, np.float32) if part.uniforms else None
-        part.read(np.arange(len(part)), random, out)
-        assert out["label"].tolist() == told(rows)
+        assert arrays_of(part, random=0.5 if part.uniforms else None)[0]["label"].tolist() == told(rows)
     assert named(images.notes, "cat val")
 
 
@@ -67,19 +64,16 @@ def test_the_loss_is_the_binary_cross_entropy_of_a_sigmoid(data: dict[str, Any])
     def task_of(**keys: Any) -> Classification:
         return Classification(DataConfig(**data), ModelConfig(), RegularizationConfig(**keys), 0)
 
-    class Given(nn.Module):
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return logits[: len(image)]
-
     task, label = task_of(), torch.tensor(told(TRAIN), dtype=torch.uint8)
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    model: Any = lambda image: logits[: len(image)]  # noqa: E731
     fields = {"image": torch.zeros(5, 8, 8, 3, dtype=torch.uint8), "label": label}
-    found = task.measure(Given(), Batch(fields, torch.tensor([1.0, 1, 1, 1, 0]), None, 4))
+    found = task.measure(model, Batch(fields, torch.tensor([1.0, 1, 1, 1, 0]), None, 4))
     wanted = F.binary_cross_entropy_with_logits(logits[:4], label[:4].float()) * 4
     torch.testing.assert_close(found["loss"], wanted)
     assert found["accuracy"] == ((logits.sigmoid() > 0.5) == label.bool()).all(1)[:4].sum()
     fields["label"], logits[:] = torch.zeros_like(label), float("nan")
-    assert task.measure(Given(), Batch(fields, None, None, 5))["accuracy"] == 0
+    assert task.measure(model, Batch(fields, None, None, 5))["accuracy"] == 0
     with refused("regularization.label_smoothing"):
         task_of(label_smoothing=0.1)
 

@@ -4,13 +4,13 @@ import gzip
 import io
 import os
 import tarfile
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.batches import arrays_of
 from tests.helpers.image_folders import encoded, opened, picture
 from tests.helpers.refusals import named, refused
 from trainer.cli import main
@@ -163,13 +163,13 @@ def test_a_shard_that_came_after_the_index_is_counted(names: list[str], count: i
 
 
 def test_samples_with_two_labels_and_those_of_both_parts_are_counted(tmp_path: Path) -> None:
-    """By their content."""
-    for part, samples in (("train", ("1 0 a", "2 1 a", "3 1 b")), ("val", ("4 0 c", "5 1 b"))):
-        members = list[tuple[str, bytes]]()
-        for name, label, data in map(str.split, samples):
-            members += [(f"{name}.jpg", JPEG + data.encode()), (f"{name}.cls", label.encode())]
+    for part, samples in (("train", ("10a", "21a", "31b")), ("val", ("40c", "51b"))):  # name, label, content
         (tmp_path / part).mkdir()
-        (tmp_path / part / "0.tar").write_bytes(archive(*members))
+        pairs = (
+            ((f"{n}.jpg", JPEG + data.encode()), (f"{n}.cls", label.encode()))
+            for n, label, data in map(list, samples)
+        )
+        (tmp_path / part / "0.tar").write_bytes(archive(*chain.from_iterable(pairs)))
         index_shards(tmp_path / part)
     labels, both = load_images(DataConfig(name="shards", path=tmp_path), 0).notes
     assert named(labels, "1 train 1.jpg") and named(both, "1 2 val 5.jpg")
@@ -187,12 +187,10 @@ def test_shards_that_are_not_there_are_counted(photographs: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["swapped", "zeros"])
 def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, kind: str) -> None:
-    black, white = (
-        bytes(encoded(Image.new("L", (8, 8), value), "PNG", compress_level=0)) for value in (0, 255)
-    )
+    images = [bytes(encoded(Image.new("L", (8, 8), value), "PNG", compress_level=0)) for value in (0, 255)]
     right, swapped = (
         archive(("0.png", one), ("0.cls", b"0"), ("1.png", other), ("1.cls", b"1"))
-        for one, other in ((black, white), (white, black))
+        for one, other in (images, images[::-1])
     )
     for part in ("train", "val"):
         (tmp_path / part).mkdir()
@@ -201,9 +199,7 @@ def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, kind: st
     (tmp_path / "train" / "0.tar").write_bytes(swapped if kind == "swapped" else bytes(len(right)))
     assert len(swapped) == len(right)
     config = DataConfig.model_validate({"name": "shards", "path": tmp_path, "image_size": 8})
-    data = load_images(config, 0).train
-    out: Any = {name: np.zeros((2, *field.shape), field.dtype) for name, field in data.fields.items()}
     with refused(tmp_path / "train" / "0.tar", ".png: changed"):
-        data.read(np.arange(2), np.full((2, data.uniforms), 0.5, np.float32), out)
+        arrays_of(load_images(config, 0).train, random=0.5)
     with refused(tmp_path / "train" / "0.tar", ".png: changed"):
         pack(in_shards(tmp_path / "train"), tmp_path / "pack", PackSettings())
