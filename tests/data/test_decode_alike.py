@@ -4,6 +4,7 @@ import io
 import os
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,32 @@ def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> Non
     whole = decode.cut_out(data, lambda *size: Box(0, 0, *size), upright=True)
     assert whole.shape[2:] == expected.shape[:2]
     assert rows(decode.decode_whole(data)).shape[:2] == (30, 41), "not by itself"
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("JPEG", "RGB", {"quality": 90}),
+        ("JPEG", "RGB", {"quality": 90, "progressive": True}),
+        ("JPEG", "CMYK", {"quality": 90}),
+        *(("PNG", mode, {}) for mode in ("RGB", "RGBA", "P", "1")),
+        ("WEBP", "RGB", {"lossless": True}),
+        ("GIF", "P", {"save_all": True, "append_images": [Image.new("RGB", (40, 30), "red")]}),
+        ("TIFF", "RGB", {}),
+    ],
+)
+def test_every_kind_is_what_pillow_makes_of_it(kind: str, mode: str, options: dict[str, Any]) -> None:
+    data = encoded(picture(mode), kind, **options)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    for found in (decode.decode_whole(data), decode.cut_out(data, lambda *size: Box(0, 0, *size))):
+        assert np.abs(rows(found).astype(int) - expected).max() <= (2 if kind == "JPEG" else 0)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_keep_their_upper_eight(kind: str) -> None:
+    deep = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
+    found = rows(decode.decode_whole(encoded(Image.fromarray(deep), kind)))
+    assert np.array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2))
 
 
 @pytest.mark.parametrize(
@@ -174,27 +201,63 @@ def test_the_middle_of_scaled_cuts_is_that_of_what_was_drawn() -> None:
     assert np.abs(np.mean(apart, 0)).max() < 0.5, "not towards the top left"
 
 
-WHAT = {
-    "zeros": bytes(5000),
-    "50 bytes 0xff and nothing else": b"\xff" * 50,
-    "an HTML page": b"\n<!DOCTYPE html><html><head><title>404</title>",
-    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
-    "XML": b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
-    "SVG, which isn't read": b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>",
-    "text that begins with '{": b'{"error": "not found"}',
-    "an image as base64 text": b"/9j/4AAQSkZJRgABAQ",
-    "gzip": b"\x1f\x8b\x08\0" + b"abc",
-    "HEIC, which isn't read": b"\0\0\0\x18ftypheic\0\0\0\0heic" + b"\1" * 50,
-    "a JPEG that is cut off or damaged": b"\xff\xd8\xff",
-    "it begins with 01 80 02": b"\1\x80\2\x81\3\x82" * 9,
+def bomb(kind: str) -> bytearray:
+    """Of 50,000 x 50,000 pixels, by its header."""
+    data = encoded(picture(), kind)
+    if kind == "PNG":
+        data[16:24] = struct.pack(">II", 50_000, 50_000)
+        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    else:
+        at = data.index(b"\xff\xc0")
+        data[at + 5 : at + 9] = struct.pack(">HH", 50_000, 50_000)
+    return data
+
+
+def cut_off(kind: str, share: float, **options: Any) -> bytearray:
+    data = encoded(picture(size=(200, 150)), kind, **options)
+    return data[: int(len(data) * share)]
+
+
+# id: the file, and what its line must say of it.
+BAD: dict[str, tuple[bytes | bytearray, str]] = {
+    "empty": (b"", ""),
+    "zeros": (bytes(5000), "zeros"),
+    "ones": (b"\xff" * 50, "50 bytes 0xff and nothing else"),
+    "page": (b"\n<!DOCTYPE html><html><head><title>404</title>", "an HTML page"),
+    "pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+        "a Git LFS pointer",
+    ),
+    "xml": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML"),
+    "svg": (b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG, which isn't read"),
+    "json": (b'{"error": "not found"}', "text that begins with '{"),
+    "base64": (b"/9j/4AAQSkZJRgABAQ", "an image as base64 text"),
+    "gzip": (b"\x1f\x8b\x08\0" + b"abc", "gzip"),
+    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0heic" + b"\1" * 50, "HEIC, which isn't read"),
+    "jpeg_begun": (b"\xff\xd8\xff", "a JPEG that is cut off or damaged"),
+    "noise": (b"\1\x80\2\x81\3\x82" * 9, "it begins with 01 80 02"),
+    "jpeg_nearly": (cut_off("JPEG", 0.95), ""),
+    "progressive_half": (cut_off("JPEG", 0.5, progressive=True), ""),
+    "png_half": (cut_off("PNG", 0.5), ""),
+    "webp_half": (cut_off("WEBP", 0.5), ""),
+    "float": (encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"), ""),
+    "bomb_png": (bomb("PNG"), ""),
+    "bomb_jpeg": (bomb("JPEG"), ""),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n", ""),
 }
 
 
-@pytest.mark.parametrize("what", WHAT)
-def test_a_message_says_what_a_file_is(what: str) -> None:
-    line = refused(WHAT[what])
-    assert what in line and line == refused(WHAT[what])
+@pytest.mark.parametrize("what", BAD)
+def test_a_message_says_what_a_file_is(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no program is run: PIL would run Ghostscript for PostScript."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    data, says = BAD[what]
+    line = refused(data)
+    assert says in line and line == refused(data)
     assert "0x7" not in line and "\n" not in line and len(line) < 200
+    assert not (tmp_path / "ran").exists()
 
 
 def test_libraries_write_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
