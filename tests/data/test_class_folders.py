@@ -12,6 +12,7 @@ import pytest
 
 from tests.data.test_coco import told, written
 from tests.helpers.image_folders import SIDE, encoded, picture
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
 from trainer.data.audio_sets import split_by_lists
@@ -34,11 +35,7 @@ JPEG = bytes(encoded(picture(), "JPEG"))
 def class_folder(root: Path, *names: str | bytes) -> Path:
     """A folder with one class, `a`, and files by paths relative to that."""
     (root / "a").mkdir(parents=True, exist_ok=True)
-    for name in names:
-        path = Path(os.fsdecode(os.fsencode(root / "a") + b"/" + os.fsencode(name)))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(JPEG)
-    return root
+    return put(root / "a", *map(os.fsdecode, names), content=JPEG).parent
 
 
 def test_the_line_of_what_is_left_out() -> None:
@@ -101,8 +98,7 @@ def only(part: str, *names: str) -> Callable[[Path], object]:
 
     def make(root: Path) -> None:
         (two_parts(root) / part / "b" / "0.jpg").unlink()
-        for name in names:
-            (root / part / "b" / name).write_bytes(JPEG)
+        put(root / part / "b", *names, content=JPEG)
 
     return make
 
@@ -197,7 +193,7 @@ def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest
     assert named(capfd.readouterr().err, "3 of 60")
 
 
-NFC, NFD = "é.jpg", unicodedata.normalize("NFD", "é.jpg")
+NFD = unicodedata.normalize("NFD", "é.jpg")
 
 
 def seen_in(root: Path, name: str) -> str:
@@ -207,24 +203,21 @@ def seen_in(root: Path, name: str) -> str:
 @pytest.mark.parametrize(
     ("there", "written_down"),
     [
-        ("a/é.jpg", f"a/{NFD}"),
-        ("a /b.jpg", "a/b.jpg"),
-        ("a/b.jpg", "a\\b.jpg"),
-        ("a/b.jpg", "./x/y/a/b.jpg"),
-        ("b.jpg", "images/b.jpg"),
-        ("b c.jpg", "b%20c.jpg"),
-        ("b.jpg", "/data/upload/1/b.jpg"),
+        *(
+            ("a/é.jpg", f"a/{NFD}"),
+            ("a /b.jpg", "a/b.jpg"),
+            ("a/b.jpg", "a\\b.jpg"),
+            ("b c.jpg", "b%20c.jpg"),
+        ),
+        *(("a/b.jpg", "./x/y/a/b.jpg"), ("b.jpg", "images/b.jpg"), ("b.jpg", "/data/upload/1/b.jpg")),
     ],
 )
 def test_a_name_that_is_written_otherwise(tmp_path: Path, there: str, written_down: str) -> None:
-    (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / there).touch()
-    assert named(seen_in(tmp_path, written_down), f"{there!a}")
+    assert named(seen_in(put(tmp_path, there), written_down), f"{there!a}")
 
 
 def test_names_that_nothing_is_like(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b.jpg").touch()
+    put(tmp_path, "a/b.jpg")
     for name in ("a", "a/b.jpg", "c.jpg", "a/c.jpg", "..", "", "a/b.png", "x" * 5000):
         assert seen_in(tmp_path, name) == ""
     assert named(seen_in(tmp_path, "https://host/c.jpg"), "URL")
@@ -233,7 +226,7 @@ def test_names_that_nothing_is_like(tmp_path: Path) -> None:
 
 def test_each_place_that_looks_a_file_up_says_so(tmp_path: Path) -> None:
     root = written(tmp_path, told(**{"images.0.file_name": NFD}))
-    (root / "train" / NFC).touch()
+    (root / "train" / "é.jpg").touch()
     (root / "train.csv").write_text(f"path,label\ntrain/{NFD},1\n")
     assert named(in_table(root / "train.csv").absent(), r"'train/\xe9.jpg'")
     data = BoxedImages(CocoPictures(root, "train", "fail"), 32, 4, None)
@@ -242,12 +235,9 @@ def test_each_place_that_looks_a_file_up_says_so(tmp_path: Path) -> None:
 
 
 def commands(root: Path, listed: bytes) -> Path:
-    for name in ("a/é_1.wav", "a/b_2.wav", "a/c_3.wav"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    (root / "validation_list.txt").write_bytes(listed)
-    (root / "testing_list.txt").write_bytes(b"a/c_3.wav\n")
-    return root
+    put(root, "a/é_1.wav", "a/b_2.wav", "a/c_3.wav")
+    put(root, "validation_list.txt", content=listed)
+    return put(root, "testing_list.txt", content=b"a/c_3.wav\n")
 
 
 @pytest.mark.parametrize(("mark", "times"), [(b"", 1), (codecs.BOM_UTF8, 1), (b"", 2)])

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.batches import arrays_of
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -253,9 +254,7 @@ def test_a_box_that_is_there_twice_is_told_of(tmp_path: Path) -> None:
 
 def test_images_that_coco_doesnt_name_are_counted(tmp_path: Path) -> None:
     plain = sum(counted(train_of(tmp_path, told())).values())
-    for name in ("z.jpg", "more/z.PNG", ".hidden.jpg", "._x.jpg", ".cache/a.jpg", "notes.txt"):
-        (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "train" / name).touch()
+    put(tmp_path / "train", "z.jpg", "more/z.PNG", ".hidden.jpg", "._x.jpg", ".cache/a.jpg", "notes.txt")
     (tmp_path / "train" / "loop").symlink_to(".")
     (tmp_path / "train" / "linked").symlink_to("more")
     found = train_of(tmp_path)

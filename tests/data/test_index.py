@@ -14,6 +14,7 @@ import pytest
 
 from tests.data.test_tars import archive
 from tests.helpers.image_folders import as_shards
+from tests.helpers.planted import put
 from tests.helpers.privileges import permissions_count
 from tests.helpers.refusals import named, refused
 from trainer import cli
@@ -45,18 +46,14 @@ def facts(records: Records) -> Any:
 
 def large_table(root: Path, label: str = "c{}") -> Path:
     """A table of 10,000 images, of which one is there, and one more that it doesn't name."""
-    (root / "i").mkdir(parents=True, exist_ok=True)
-    for name in ("7.png", "more.png"):
-        (root / "i" / name).write_bytes(b"x")
+    put(root, "i/7.png", "i/more.png", content=b"x")
     rows = (f"i/{number}.png,{label.format(number % 3)}\n" for number in range(10_000))
     (root / "train.csv").write_text("path,label\n" + "".join(rows))
     return root / "train.csv"
 
 
 def large_coco(root: Path) -> Path:
-    (root / "annotations").mkdir(parents=True)
-    (root / "train").mkdir()
-    (root / "train" / "more.png").write_bytes(b"x")
+    put(root, "train/more.png", content=b"x")
     numbers = range(10_001)
     told: dict[str, Any] = {
         "categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": "dog", "difficult": 1}],
@@ -66,8 +63,7 @@ def large_coco(root: Path) -> Path:
             for n in numbers
         ],
     }
-    (root / "annotations" / "instances_train.json").write_text(json.dumps(told))
-    return root
+    return put(root, "annotations/instances_train.json", content=json.dumps(told).encode())
 
 
 def broken(*_: object, **__: object) -> None:
@@ -135,8 +131,7 @@ def test_local_shards_need_no_index(
 def test_sets_with_shards_of_one_name_size_and_time_are_told_apart(tmp_path: Path, indexes: Path) -> None:
     made = []
     for label in ("one", "two"):
-        (tmp_path / label).mkdir()
-        (tmp_path / label / "0.tar").write_bytes(archive(("a.cls", label.encode()), ("a.png", b"x")))
+        put(tmp_path, f"{label}/0.tar", content=archive(("a.cls", label.encode()), ("a.png", b"x")))
         os.utime(tmp_path / label / "0.tar", ns=(0, 0))
         made.append(in_tars(tmp_path / label, indexes).classes)
     assert made == [("one",), ("two",)]
@@ -168,9 +163,8 @@ def test_an_index_is_made_again_where_it_is_damaged(tmp_path: Path) -> None:
 
 
 def photographs_of(folder: Path, count: int) -> Path:
-    (folder / "a").mkdir(parents=True)
     for number in range(count):
-        (folder / "a" / f"{number}.png").write_bytes(b"%d" % number * 9)
+        put(folder, f"a/{number}.png", content=b"%d" % number * 9)
     return folder
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.planted import put
 from tests.helpers.refusals import refused
 from trainer.cli import main
 from trainer.data.builtin.stdlib import END, is_held_out, read_modules, stdlib_text
@@ -14,15 +15,11 @@ from trainer.data.formats.documents import StreamDataset
 
 def a_library(root: Path, modules: int = 60) -> Path:
     for number in range(modules):
-        file = root / f"package{number % 3}" / f"module{number}.py"
-        file.parent.mkdir(exist_ok=True, parents=True)
-        file.write_text(f"x = {number}\n")
-    for name in ("test/a.py", "site-packages/b.py", "encodings/cp1.py", "package1/tests/c.py", "notes.txt"):
-        (root / name).parent.mkdir(exist_ok=True, parents=True)
-        (root / name).write_text("y = 1\n")
-    (root / "package1" / "nul.py").write_bytes(b"a\0b")
-    (root / "package1" / "empty.py").write_bytes(b"")
-    return root
+        put(root, f"package{number % 3}/module{number}.py", content=b"x = %d\n" % number)
+    others = "test/a.py", "site-packages/b.py", "encodings/cp1.py", "package1/tests/c.py", "notes.txt"
+    put(root, *others, content=b"y = 1\n")
+    put(root, "package1/nul.py", content=b"a\0b")
+    return put(root, "package1/empty.py")
 
 
 def test_which_modules_there_are(tmp_path: Path) -> None:

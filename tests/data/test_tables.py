@@ -17,7 +17,8 @@ from pyarrow import parquet
 from torch.nn import functional as F
 
 from tests.helpers.batches import arrays_of
-from tests.helpers.image_folders import SIDE, opened, picture
+from tests.helpers.image_folders import SIDE, encoded, opened, picture
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -197,9 +198,13 @@ def test_an_evaluation_set_is_numbered_by_the_names_of_train(tmp_path: Path) -> 
             assert cast(Any, more).labels.tolist() == [1]
 
 
-def test_a_number_that_is_nobodys_label_is_no_class(tmp_path: Path) -> None:
-    (note,) = tables(tmp_path, [("a", 0), ("b", 2)], [("c", 0), ("d", 2)]).notes
-    assert named(note, "1 of 3 '1'")
+@pytest.mark.parametrize(
+    ("labels", "told"), [((0, 2), "1 of 3 '1'"), (("a|b", "b"), "data.label_separator 1 2")]
+)
+def test_odd_classes_are_noted(labels: tuple[Any, Any], told: str, tmp_path: Path) -> None:
+    """A number that is nobody's label, and names that look like several classes."""
+    (note,) = tables(tmp_path, [*zip("ab", labels, strict=True)], [*zip("cd", labels, strict=True)]).notes
+    assert named(note, told)
 
 
 def test_files_with_two_labels_and_files_of_both_parts_are_counted(tmp_path: Path) -> None:
@@ -229,13 +234,8 @@ def write(root: Path, name: str, rows: Sequence[str]) -> Path:
         ("i/a.jpg more/b.jpg", ["more/../i/a.jpg", "more/b.jpg"], {}, 0),
     ],
 )
-def test_unnamed_images(
-    files: str, train: list[str], others: dict[str, list[str]], count: int, tmp_path: Path
-) -> None:
-    root = tmp_path / "d"
-    for file in files.split():
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        picture().save(root / file, "JPEG")
+def test_unnamed_images(files: str, train: list[str], others: Any, count: int, tmp_path: Path) -> None:
+    root = put(tmp_path / "d", *files.split(), content=bytes(encoded(picture(), "JPEG")))
     for name, paths in others.items():
         write(root, name, [f"{path},a" for path in paths])
     found = in_table(write(root, "train.csv", [f"{path.format(root=root)},a" for path in train]))
@@ -300,30 +300,19 @@ def test_the_loss_is_the_binary_cross_entropy_of_a_sigmoid(data: dict[str, Any])
 
 
 def test_the_fingerprint_tells_sets_of_classes_apart(tmp_path: Path) -> None:
-    seen = set[str]()
-    (tmp_path / "val.csv").write_text("path,label\nv.png,a|b\n")
+    seen, config = set[str](), DataConfig(name="table", path=tmp_path, label_separator="|")
+    write(tmp_path, "val.csv", ["v.png,a|b"])
     for labels in ("a b a|b", "b a a|b", "a|b b a", "a|b b b", "a a b"):
-        rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels.split()))
-        (tmp_path / "train.csv").write_text(f"path,label\n{rows}")
-        config = DataConfig(name="table", path=tmp_path, label_separator="|")
+        write(tmp_path, "train.csv", [f"{n}.png,{label}" for n, label in enumerate(labels.split())])
         seen.add(load_images(config, 0).train.fingerprint())
     assert len(seen) == 5
 
 
 def test_what_is_neither_is_named(tmp_path: Path) -> None:
-    for part in ("train", "val"):
-        (tmp_path / f"{part}.csv").write_text("path,cat,dog\na.png,1,0\nb.png,1,2\n")
-    with refused(tmp_path / "train.csv", "line 3 dog 2"):
-        load_images(DataConfig(name="table", path=tmp_path, label_columns=["cat", "dog"]), 0)
-    with refused(tmp_path / "train.csv", "emu"):
-        load_images(DataConfig(name="table", path=tmp_path, label_columns=["cat", "emu"]), 0)
+    put(tmp_path, "train.csv", "val.csv", content=b"path,cat,dog\na.png,1,0\nb.png,1,2\n")
+    for column, names in (("dog", "line 3 dog 2"), ("emu", "emu")):
+        with refused(tmp_path / "train.csv", names):
+            load_images(DataConfig(name="table", path=tmp_path, label_columns=["cat", column]), 0)
     for other in ({"name": "folder"}, {"label_columns": ["cat"]}, {"class_weights": "balanced"}):
         with pytest.raises(ValueError, match=r"data\.label_separator"):
             DataConfig.model_validate({"name": "table", "label_separator": "|", **other})
-
-
-def test_classes_that_look_like_several_are_noted(tmp_path: Path) -> None:
-    for part in ("train", "val"):
-        (tmp_path / f"{part}.csv").write_text(f"path,label\n{part}1.png,cat|dog\n{part}2.png,dog\n")
-    (note,) = load_images(DataConfig(name="table", path=tmp_path), 0).notes
-    assert named(note, "data.label_separator 1 2")

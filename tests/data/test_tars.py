@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.helpers.batches import arrays_of
 from tests.helpers.image_folders import encoded, opened, picture
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.config.data import DataConfig
@@ -136,9 +137,8 @@ def test_labels_of_shards(tmp_path: Path) -> None:
 def test_what_lies_beside_shards_and_who_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("train", "val"):
         (tmp_path / part / "more").mkdir(parents=True)
-        for name in ("1.tgz", "._0.tar", "x.txt"):
-            (tmp_path / part / name).write_bytes(b"x")
-        (tmp_path / part / "0.TAR").write_bytes(BOTH)
+        put(tmp_path / part, "1.tgz", "._0.tar", "x.txt", content=b"x")
+        put(tmp_path / part, "0.TAR", content=BOTH)
     beside = "._0.tar 1.tgz more x.txt"
     for command in ("index", "index", "stats"):  # again: its own index is nothing that lies beside
         assert main(["data", command, str(tmp_path)]) == 0
@@ -155,8 +155,7 @@ def test_a_shard_that_came_after_the_index_is_counted(names: list[str], count: i
     (tmp_path / "0.tar").write_bytes(BOTH)
     index_shards(tmp_path)
     assert counted() == []
-    for name in [*names, "._1.tar", "notes.txt"]:
-        (tmp_path / name).write_bytes(BOTH)
+    put(tmp_path, *names, "._1.tar", "notes.txt", content=BOTH)
     assert counted() == [(count, names[0])]
     index_shards(tmp_path)
     assert ((count, names[0]) in counted()) == ("gz" in names[0]), "the new index knows a tar"
@@ -164,13 +163,11 @@ def test_a_shard_that_came_after_the_index_is_counted(names: list[str], count: i
 
 def test_samples_with_two_labels_and_those_of_both_parts_are_counted(tmp_path: Path) -> None:
     for part, samples in (("train", ("10a", "21a", "31b")), ("val", ("40c", "51b"))):  # name, label, content
-        (tmp_path / part).mkdir()
         pairs = (
             ((f"{n}.jpg", JPEG + data.encode()), (f"{n}.cls", label.encode()))
             for n, label, data in map(list, samples)
         )
-        (tmp_path / part / "0.tar").write_bytes(archive(*chain.from_iterable(pairs)))
-        index_shards(tmp_path / part)
+        index_shards(put(tmp_path / part, "0.tar", content=archive(*chain.from_iterable(pairs))))
     labels, both = load_images(DataConfig(name="shards", path=tmp_path), 0).notes
     assert named(labels, "1 train 1.jpg") and named(both, "1 2 val 5.jpg")
 
@@ -193,9 +190,7 @@ def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, kind: st
         for one, other in (images, images[::-1])
     )
     for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "0.tar").write_bytes(right)
-        index_shards(tmp_path / part)
+        index_shards(put(tmp_path / part, "0.tar", content=right))
     (tmp_path / "train" / "0.tar").write_bytes(swapped if kind == "swapped" else bytes(len(right)))
     assert len(swapped) == len(right)
     config = DataConfig.model_validate({"name": "shards", "path": tmp_path, "image_size": 8})

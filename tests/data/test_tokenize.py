@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.batches import rows
 from tests.helpers.forked import replace
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.data.formats import encoders, tokenize as module
@@ -59,9 +60,7 @@ def ids_of(bpe: Path, text: str) -> list[int]:
 
 def folder_of(root: Path, texts: dict[str, bytes]) -> Path:
     for name, text in texts.items():
-        path = os.path.join(os.fsencode(root / "text"), os.fsencode(name))  # noqa: PTH118
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-        Path(os.fsdecode(path)).write_bytes(text)
+        put(root / "text", name, content=text)
     return root / "text"
 
 
@@ -166,18 +165,14 @@ def test_what_cannot_be_tokenized(
         Path(name).mkdir()
     Path("links/dead").symlink_to("nowhere")
     Path("cut").write_bytes(b"ab\xc3")
-    for name in ("old.bin", "half.bin.json"):
-        Path(name).write_text("old")
+    put(tmp_path, "old.bin", "half.bin.json", content=b"old")
     whole = json.loads(bpe.read_text())
     (added,) = whole["added_tokens"]
     known = {token: number for token, number in whole["model"]["vocab"].items() if token != "<|endoftext|>"}
     split = {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
-    for name, changes in {
-        "whole": {},
-        "none": {"added_tokens": [], "model": whole["model"] | {"vocab": known}},
-        "two": {"added_tokens": [added, added | {"id": 400, "content": "</s>"}]},
-        "regex": {"pre_tokenizer": split},
-    }.items():
+    kinds = {"whole": {}, "two": {"added_tokens": [added, added | {"id": 400, "content": "</s>"}]}}
+    kinds |= {"none": {"added_tokens": [], "model": whole["model"] | {"vocab": known}}}
+    for name, changes in {**kinds, "regex": {"pre_tokenizer": split}}.items():
         Path(f"more/{name}.json").write_text(json.dumps(whole | changes))
     Path("more/deep.json").write_bytes(b'{"model":' + b"[" * 1_000_000)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
