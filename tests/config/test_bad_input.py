@@ -80,10 +80,7 @@ SETTINGS = [
     ("optim.warmup_steps=2.5", "optim.warmup_steps=2.5 1"),
     ("data.name=folder", "data.path"),
     ("data.name=folder data.path=no/where", "data.path=no/where"),
-    *(
-        (f"data.name={kind} data.path=here", "data.path=here")
-        for kind in ("folder", "table", "shards", "pack")
-    ),
+    *((f"data.name={n} data.path=here", "data.path=here") for n in ("folder", "table", "shards", "pack")),
     ("precision.mode=tf32", "NVIDIA GPU"),
     ("data.last_batch=weighted", "BatchNorm"),
     ("--out /proc/x", "/proc/x"),
@@ -162,9 +159,7 @@ LOCKED = [
 
 
 @pytest.mark.parametrize("words", LOCKED, ids=" ".join)
-def test_a_denied_path_is_one_line(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_denied_path_is_named(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pictures(tmp_path / "half")
     for name in ("locked", "fixed"):
         (tmp_path / name).mkdir()

@@ -10,25 +10,19 @@ import yaml
 from tests.helpers.hf_models import folder_of
 from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import COMMANDS, main, make_parser
+from trainer.config import recipe_file
 from trainer.config.dropped import DROPPED, DroppedKeysError
 from trainer.config.elsewhere import COMMAND_WORDS, SETTING_WORDS, setting_meant
 from trainer.config.formats import FORMATS
 from trainer.config.idle import idle_keys, idle_length, own_defaults, typed_keys
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import (
-    load_recipe,
-    make_recipe,
-    override,
-    parse_recipe,
-    read_recipe,
-    recipe_names,
-)
+from trainer.config.recipe_file import load_recipe, make_recipe, override, parse_recipe, read_recipe
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.train.components.task import check_request, make_task
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", recipe_file.recipe_names())
 def test_every_recipe_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.builtin.boxes.TRAIN", 96)
     monkeypatch.setattr("trainer.data.builtin.boxes.TEST", 12)
@@ -207,9 +201,7 @@ def test_none_of_them_is_a_key_of_today() -> None:
     assert not DROPPED.keys() & {key.name for key in describe(Recipe)}
 
 
-def test_a_line_for_each_and_the_recipe_without_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_for_each_and_the_recipe_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = {"data": {"name": "digits", "limit": 64}, "model": {"width": 4}, "max_steps": 1, "epochs": 1}
     file = tmp_path / "old.yaml"
     file.write_text(yaml.safe_dump({**small, **GONE}))

@@ -133,10 +133,8 @@ def test_an_installed_one_comes_before_one_unused(tmp_path: Path, monkeypatch: p
 
 
 def test_another_process_is_sent_what_is_defined_there(tmp_path: Path) -> None:
-    text = (
-        "from pkg.work import SCALE\nclass Square:\n    def __call__(self, x):\n        return x**2 * SCALE"
-    )
-    write(tmp_path, **{"my-task": text, "__init___in_pkg": "", "work_in_pkg": "SCALE = 10"})
+    text = "from pkg.work import TEN\nclass Square:\n    def __call__(self, x):\n        return x**2 * TEN"
+    write(tmp_path, **{"my-task": text, "__init___in_pkg": "", "work_in_pkg": "TEN = 10"})
     square = run_file(tmp_path / "my-task.py").Square()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(square, [3]) == [90]
@@ -153,12 +151,8 @@ def test_what_a_task_imports_from_its_folder_is_part_of_it(tmp_path: Path) -> No
         late="x = 1",
         **dict.fromkeys(("named", "unused", "__init___in_pkg", "other_in_pkg", "one_in_lay"), ""),
     )
-    write(
-        tmp_path / "pkg",
-        near="n = 1",
-        __init___in_deep="from . import thing",
-        thing_in_deep="from ..near import n",
-    )
+    deep = {"__init___in_deep": "from . import thing", "thing_in_deep": "from ..near import n"}
+    write(tmp_path / "pkg", near="n = 1", **deep)
     found = modules_beside(task)
     assert {*found} == {
         *("helper.py", "late.py", "lay/one.py", "named.py", "net.py", "pkg/__init__.py"),

@@ -97,14 +97,12 @@ def test_files_that_the_state_does_not_name_are_counted(folder: Path, beside: An
     assert tuple((one.count, one.first) for one in data.left_out) == ((told,) if told else ())
 
 
-@pytest.mark.parametrize(
-    ("paths", "twice", "both"), [("{}", 0, 0), ("a/{}", 0, 5), ("a/0", 2, 5), ("", 0, 0)]
-)
-def test_images_of_one_path_are_counted(paths: str, twice: int, both: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("path", "twice", "both"), [("{}", 0, 0), ("a/{}", 0, 5), ("a/0", 2, 5), ("", 0, 0)])
+def test_images_of_one_path_are_counted(path: str, twice: int, both: int, tmp_path: Path) -> None:
     for part, count in (("train", 16), ("test", 5)):
         made = pictures(count)
         for number, image in enumerate(made["image"]):
-            image["path"] = paths.format(number) if paths else None
+            image["path"] = path.format(number) if path else None
         write(tmp_path / part, made, FEATURES, files=1)
     notes = load_images(DataConfig(name="hf", path=tmp_path), 0).notes
     found = [note for note in notes if str(tmp_path) in note]
@@ -236,9 +234,7 @@ def test_what_is_wrong_is_said(folder: Path, breaks: Any, data: dict[str, Any], 
     assert len(str(raised.value)) < 2000
 
 
-def test_one_set_without_splits_and_others_keys_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_set_without_splits_and_others_keys_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(folder / "train", "splits"):
         make_task(recipe_of(folder / "train"))
     with refused("struct"):

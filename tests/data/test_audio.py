@@ -37,10 +37,8 @@ def write(path: Path, sound: Any, rate: int = RATE, **how: Any) -> Path:
     return path
 
 
-def folder(
-    root: Path, seconds: float = 0.1, random_crop: bool = False, on_corrupt: OnCorrupt = "fail"
-) -> AudioFolder:
-    return AudioFolder(in_folder(root, SUFFIXES), seconds, RATE, random_crop, on_corrupt)
+def folder(root: Path, seconds: float = 0.1, random_crop: bool = False, corrupt: Any = "fail") -> AudioFolder:
+    return AudioFolder(in_folder(root, SUFFIXES), seconds, RATE, random_crop, corrupt)
 
 
 class Read(list[Any]):
@@ -157,7 +155,7 @@ def test_every_cut_finds_a_corrupt_file(
 ) -> None:
     root, victim = with_victim(tmp_path, suffix)
     data = folder(root, random_crop=random is not None)  # listed before the harm, as files that go bad later
-    replacing = folder(root, random_crop=random is not None, on_corrupt="skip")
+    replacing = folder(root, random_crop=random is not None, corrupt="skip")
     harm(victim)
     with refused(f"{victim}: {reason}"):
         Read(data, random=random)
@@ -193,7 +191,7 @@ def test_what_is_not_corrupt_is_never_replaced(
     tmp_path: Path, monkeypatch: Any, suffix: str, harm: Any, names: str, on_corrupt: OnCorrupt
 ) -> None:
     root, victim = with_victim(tmp_path, suffix)
-    data = folder(root, on_corrupt=on_corrupt)
+    data = folder(root, corrupt=on_corrupt)
     harm(victim, monkeypatch)
     with refused(f"{victim}: {names}"):
         Read(data)

@@ -11,19 +11,8 @@ from hypothesis import given, strategies as st
 from tests.helpers.batches import arrays_of
 from trainer.data.builtin.boxes import DigitsCanvas
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.boxes import (
-    BOXES,
-    COUNT,
-    CROWD,
-    IMAGE,
-    LABEL,
-    BoxAugment,
-    BoxedImages,
-    Picture,
-    mosaic,
-    moved,
-    paste,
-)
+from trainer.data.formats import boxes as module
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, BoxAugment, BoxedImages, Picture, mosaic
 from trainer.data.sources import digits
 
 UNIT = st.floats(0, 1, exclude_max=True, width=32)
@@ -64,12 +53,12 @@ def assert_white_inside(picture: Picture, factor: float) -> None:
 @given(pictures(), st.tuples(UNIT, UNIT, UNIT, UNIT), st.floats(0.3, 2.0))
 def test_boxes_stay_on_what_they_frame(picture: Picture, numbers: Any, scale: float) -> None:
     out = np.full((64, 64, 1), 7, np.uint8)
-    made = moved(picture, out, BoxAugment(flip=0.5, scale=(scale, scale)), numbers)
+    made = module.moved(picture, out, BoxAugment(flip=0.5, scale=(scale, scale)), numbers)
     assert made.image is out
     assert_inside(made, 64, 64)
     factor = min(64 / picture.image.shape[0], 64 / picture.image.shape[1])
     assert_white_inside(made, factor * scale)
-    everything = paste(picture, out, 1.0, 0.0, 0.0)
+    everything = module.paste(picture, out, 1.0, 0.0, 0.0)
     assert everything.label.tolist() == picture.label.tolist(), "an image that fits loses no box"
     np.testing.assert_allclose(everything.boxes, picture.boxes * factor, atol=0.6)
 
@@ -92,7 +81,7 @@ def test_a_box_whose_middle_is_cropped_away_is_gone() -> None:
     image = np.zeros((40, 40, 1), np.uint8)
     boxes = np.array([[0, 0, 10, 10], [15, 15, 25, 25], [2, 2, 38, 38]], np.float32)
     picture = Picture(image, boxes, np.arange(3), np.zeros(3, np.bool_))
-    made = paste(picture, np.zeros((40, 40, 1), np.uint8), 2.0, 0.5, 0.5)
+    made = module.paste(picture, np.zeros((40, 40, 1), np.uint8), 2.0, 0.5, 0.5)
     assert made.label.tolist() == [1, 2]
     np.testing.assert_array_equal(made.boxes, [[10, 10, 30, 30], [0, 0, 40, 40]])
 
@@ -131,12 +120,12 @@ def test_training_leaves_crowds_out_and_evaluation_tells_them() -> None:
     training, evaluation = (BoxedImages(Some(), 60, 5, augment) for augment in (BoxAugment(), None))
     learned, measured = read(training, 0.5), read(evaluation, None)
     assert learned[COUNT].tolist() == [3, 2] * 6
-    assert learned[LABEL][1].tolist() == [0, 1, 0, 0, 0]
+    assert learned[module.LABEL][1].tolist() == [0, 1, 0, 0, 0]
     assert not learned[CROWD].any()
     assert measured[COUNT].tolist() == [3] * 12
     assert measured[CROWD].sum(1).tolist() == [0, 1] * 6
     assert not measured[BOXES][:, 3:].any(), "what isn't valid is 0"
-    np.testing.assert_array_equal(measured[IMAGE], learned[IMAGE])
+    np.testing.assert_array_equal(measured[module.IMAGE], learned[module.IMAGE])
 
 
 def test_a_mosaic_with_too_many_boxes_keeps_the_largest() -> None:

@@ -121,9 +121,7 @@ def test_a_shard_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
     assert not kept(tmp_path)
 
 
-def test_downloads_of_others_are_waited_for(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_downloads_are_waited_for(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = tmp_path / f"{place_of(tmp_path, 'two').name}.part"
     part.write_bytes(bytes(SIZE))
     file = os.open(part, os.O_RDWR)
@@ -196,9 +194,7 @@ def test_a_cut_off_index_is_fetched_again(web: Web, tmp_path: Path, monkeypatch:
     assert web.app.asked[f"/pack/{INDEX}"] == 1 + 3 + 3
 
 
-def test_a_changed_piece_is_fetched_again(
-    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_piece_comes_anew(web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place, path = Cached(f"{web.url}/data", tmp_path, None), place_of(tmp_path, "one")
     assert read(place, "one") == content("one")
     with path.open("r+b") as file:
@@ -213,9 +209,7 @@ def test_a_changed_piece_is_fetched_again(
 
 @pytest.mark.usefixtures("pack")
 @pytest.mark.parametrize("name", [INDEX, COLUMNS])
-def test_a_changed_index_is_fetched_again(
-    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_changed_index(web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     folder = tmp_path / "cache"
     expected = open_cached(f"{web.url}/pack", folder, None)
     (file,) = folder.glob(f"*/{name}")

@@ -59,9 +59,8 @@ def train_of(root: Path, what: Any = None, on_corrupt: Any = "fail") -> CocoPict
 
 
 def task_of(root: Path, **data: Any) -> Detection:
-    return Detection(
-        DataConfig(name="coco", path=root, **data), ModelConfig(), DetectionConfig(max_boxes=4), 0
-    )
+    data = {"name": "coco", "path": root, **data}
+    return Detection(DataConfig(**data), ModelConfig(), DetectionConfig(max_boxes=4), 0)
 
 
 @pytest.mark.parametrize("year", ["", "2017"])

@@ -293,12 +293,8 @@ def test_another_column_by_its_name(chat: Chat, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": " b", "chosen": [ASK, ANSWER], "body": "Hello", "text": "naïve"}
     row |= {"instruction": "what", "output": "four!"}
     file = lines(tmp_path / "a.jsonl", row)
-    for column, counts in {
-        "chosen": "the cat",
-        "body": "Hello",
-        "prompt": " b",
-        "instruction": "four!",
-    }.items():
+    columns = {"chosen": "the cat", "body": "Hello", "prompt": " b", "instruction": "four!"}
+    for column, counts in columns.items():
         assert texts(chat, RowSplit((file,), None, column)) == [counts + END]
     with refused(file, "'gone' data.input_column"):
         texts(chat, RowSplit((file,), None, "gone"))

@@ -57,9 +57,7 @@ def test_a_random_cut_is_torchvisions(height: int, width: int, monkeypatch: pyte
 
 @pytest.mark.parametrize(("height", "width"), SHAPES)
 @pytest.mark.parametrize(("side", "share", "short"), SEEN)
-def test_an_evaluation_image_is_torchvisions(
-    height: int, width: int, side: int, share: float, short: int
-) -> None:
+def test_evaluation_sees_torchvisions(height: int, width: int, side: int, share: float, short: int) -> None:
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (1, 3, height, width), dtype=torch.uint8, generator=generator)
     cut = middle_cut(height, width)

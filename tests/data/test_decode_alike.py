@@ -224,10 +224,7 @@ BAD: dict[str, tuple[bytes | bytearray, str]] = {
     "zeros": (bytes(5000), "zeros"),
     "ones": (b"\xff" * 50, "50 bytes 0xff and nothing else"),
     "page": (b"\n<!DOCTYPE html><html><head><title>404</title>", "an HTML page"),
-    "pointer": (
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
-        "a Git LFS pointer",
-    ),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "a Git LFS pointer"),
     "xml": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML"),
     "svg": (b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG, which isn't read"),
     "json": (b'{"error": "not found"}', "text that begins with '{"),

@@ -98,9 +98,7 @@ def test_a_large_coco_is_read_once(tmp_path: Path, indexes: Path, monkeypatch: p
         assert (one.fingerprint(), one.remarks(False)) == (plain.fingerprint(), plain.remarks(False))
 
 
-def test_local_shards_need_no_index(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_without_index(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d" / "train").mkdir(parents=True)
     folder = as_shards(photographs, tmp_path / "d" / "train")
     config = DataConfig(name="shards", path=tmp_path / "d")

@@ -45,9 +45,7 @@ def drawn() -> list[float]:
 
 def points(count: int = 21) -> Bad:
     """Points that are moved by what is drawn."""
-    return Bad(
-        lambda n: {"x": torch.full((3,), float(n)) + torch.tensor(drawn()), "y": n % 2, "number": n}, count
-    )
+    return Bad(lambda n: {"x": torch.full((3,), n) + torch.tensor(drawn()), "y": n % 2, "number": n}, count)
 
 
 class Task:

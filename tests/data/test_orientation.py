@@ -136,7 +136,7 @@ def test_coco_says_when_exif_is_why_sizes_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("orientation", "warned"), [(1, False), (3, True), (6, True)])
-def test_boxes_of_turned_images(
+def test_turned_boxes(
     orientation: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, marks = coco(tmp_path / "d", (40, 30), orientation), []

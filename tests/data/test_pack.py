@@ -74,9 +74,7 @@ def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> Non
     assert small.about.settings == {**settings, "reading": {"upright": False}}
 
 
-def test_an_interrupted_pack_is_made_anew(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_pack_is_made_anew(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records, target, whole = in_folder(photographs), tmp_path / "cut", tmp_path / "whole"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("trainer.data.formats.pack.write_index", mock.Mock(side_effect=KeyboardInterrupt))

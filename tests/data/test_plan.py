@@ -141,9 +141,7 @@ def test_what_draws_is_refused_without_shuffling() -> None:
 
 
 @given(samples=st.integers(1, 100), size=st.integers(1, 16), world=st.integers(1, 5))
-def test_evaluation_reads_each_sample_once_in_any_worlds_micro_batches(
-    samples: int, size: int, world: int
-) -> None:
+def test_evaluation_reads_each_sample_once_in_any_world(samples: int, size: int, world: int) -> None:
     rows: dict[int, list[int]] = {}
     for rank in range(world):
         share = evaluation_share(samples, size, rank, world)
@@ -174,9 +172,7 @@ def epoch_of(shards: Sequence[int], shards_per_block: int, seed: int = 0, epoch:
 
 
 @given(shards=SIZES, of_block=st.integers(1, 31), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
-def test_a_stretch_needs_the_shards_of_its_block(
-    shards: list[int], of_block: int, seed: int, epoch: int
-) -> None:
+def test_a_stretch_needs_its_blocks_shards(shards: list[int], of_block: int, seed: int, epoch: int) -> None:
     """Wherever one looks, what is needed from there on and was needed before is less than a block's."""
     order = epoch_of(shards, of_block, seed, epoch)
     assert np.array_equal(np.sort(order), np.arange(sum(shards)))
@@ -201,9 +197,7 @@ def test_the_order_in_blocks_never_changes_between_versions() -> None:
 
 
 @given(plan=plans(), shards=SIZES, of_block=st.integers(1, 31))
-def test_a_plan_has_the_order_of_its_shards_in_every_epoch(
-    plan: Plan, shards: list[int], of_block: int
-) -> None:
+def test_a_plan_has_its_shards_order_in_every_epoch(plan: Plan, shards: list[int], of_block: int) -> None:
     last = "cross" if sum(shards) < plan.global_batch_size else plan.last
     plan = replace(plan, samples=sum(shards), last=last, shards=tuple(shards), shards_per_block=of_block)
     epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.micro_batches)))

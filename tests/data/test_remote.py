@@ -167,9 +167,7 @@ def test_a_signed_address_comes_as_it_was_signed(web: Web) -> None:
     assert web.app.wire == [address, address, f"/gone?{SIGNED}"]
 
 
-def test_a_wait_that_is_asked_for(
-    server: Server, waits: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wait_on_request(server: Server, waits: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     server.app.faults[NAME] = iter(["429 25", "503 60", "429 7"])
     assert got(server, size=20_000 if isinstance(server, S3) else len(DATA))[:20_000] == DATA[:20_000]
     assert waits == [25, 60, 7]
@@ -239,9 +237,7 @@ def test_a_role_that_is_refused_once_is_asked_for_again(bucket: S3, role: Web, w
     assert (waits, asked_for_role(role)) == ([0.5], 2)
 
 
-def test_a_role_is_renewed(
-    bucket: S3, role: Web, waits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_renewed(bucket: S3, role: Web, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{role.url}/{ROLE}")
     lasting(role, 10)

@@ -179,9 +179,7 @@ def tables(root: Path, train: Sequence[tuple[str, Any]], val: Sequence[tuple[str
     ("train", "val", "numbers"),
     [("abc", "ca", [2, 0]), (range(0, 1344, 28), [1260], [1260]), ([5, 100_000], [5, 5], [0, 0])],
 )
-def test_val_has_the_numbers_of_train(
-    tmp_path: Path, train: Sequence[Any], val: Sequence[Any], numbers: list[int]
-) -> None:
+def test_val_has_the_numbers_of_train(tmp_path: Path, train: Any, val: Any, numbers: list[int]) -> None:
     data = tables(tmp_path, *([(f"{n}{i}", x) for i, x in enumerate((train, val)[n])] for n in (0, 1)))
     assert data.evaluation.labels.tolist() == numbers
     assert [data.classes[number] for number in data.evaluation.labels] == [str(each) for each in val]
@@ -199,9 +197,9 @@ def test_an_evaluation_set_is_numbered_by_the_names_of_train(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("labels", "told"), [((0, 2), "1 of 3 '1'"), (("a|b", "b"), "data.label_separator 1 2")]
+    ("labels", "told"), [("02", "1 of 3 '1'"), (["a|b", "b"], "data.label_separator 1 2")]
 )
-def test_odd_classes_are_noted(labels: tuple[Any, Any], told: str, tmp_path: Path) -> None:
+def test_odd_classes_are_noted(labels: Sequence[str], told: str, tmp_path: Path) -> None:
     """A number that is nobody's label, and names that look like several classes."""
     (note,) = tables(tmp_path, [*zip("ab", labels, strict=True)], [*zip("cd", labels, strict=True)]).notes
     assert named(note, told)

@@ -4,7 +4,6 @@ import gzip
 import io
 import os
 import tarfile
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -163,11 +162,9 @@ def test_a_shard_that_came_after_the_index_is_counted(names: list[str], count: i
 
 def test_samples_with_two_labels_and_those_of_both_parts_are_counted(tmp_path: Path) -> None:
     for part, samples in (("train", ("10a", "21a", "31b")), ("val", ("40c", "51b"))):  # name, label, content
-        pairs = (
-            ((f"{n}.jpg", JPEG + data.encode()), (f"{n}.cls", label.encode()))
-            for n, label, data in map(list, samples)
-        )
-        index_shards(put(tmp_path / part, "0.tar", content=archive(*chain.from_iterable(pairs))))
+        images = [(f"{one[0]}.jpg", JPEG + one[2].encode()) for one in samples]
+        members = sorted(images + [(f"{one[0]}.cls", one[1].encode()) for one in samples])
+        index_shards(put(tmp_path / part, "0.tar", content=archive(*members)))
     labels, both = load_images(DataConfig(name="shards", path=tmp_path), 0).notes
     assert named(labels, "1 train 1.jpg") and named(both, "1 2 val 5.jpg")
 

@@ -65,14 +65,7 @@ def folder_of(root: Path, texts: dict[str, bytes]) -> Path:
 
 
 def test_bytes_of_a_folder(tmp_path: Path) -> None:
-    texts = {
-        "b.txt": b"bb\xff",
-        "a/z.txt": b"z",
-        "a.txt": b"",
-        "x\udcff.txt": b"\0",
-        ".git/x": b"n",
-        ".y": b"n",
-    }
+    texts = {"b.txt": b"bb\xff", "a/z.txt": b"z", "a.txt": b"", "x\udcff": b"\0", ".git/x": b"n", ".y": b"n"}
     target = tmp_path / "made" / "here" / "train.bin"
     tokenize(folder_of(tmp_path, texts), target, "bytes")
     expected = [256, *b"z", 256, *b"bb\xff", 256, 0, 256]

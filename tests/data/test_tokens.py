@@ -115,9 +115,7 @@ np.save(NUMPY, np.arange(500, dtype=np.uint16))
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, bytes) else None,
 )
-def test_a_bad_file(
-    tmp_path: Path, content: Any, beside: bytes | None, dtype: str | None, names: str
-) -> None:
+def test_bad_files(tmp_path: Path, content: Any, beside: bytes | None, dtype: str | None, names: str) -> None:
     path = tmp_path / "train.bin"
     if content == "fifo":
         os.mkfifo(path)

@@ -103,10 +103,8 @@ def test_a_key_counts_as_read_where_it_changes_what_is_learned(number: int, tmp_
     messages = [dict(one) for one in TALKS["several"]]
     messages[number]["mood"] = "sad"
     talk = talk_of(messages)._replace(counting=[1])
-    for template, unread in (
-        (outside, number == 1),
-        (marked.replace("<|im_end|>", mood + "<|im_end|>"), False),
-    ):
+    inside = marked.replace("<|im_end|>", mood + "<|im_end|>")
+    for template, unread in ((outside, number == 1), (inside, False)):
         chat = open_tokenizer(chat_folder(tmp_path, template=template))
         (sample,) = learned(chat, talk, "completions", each=False)
         assert named(sample.reasons, "mood") == unread
