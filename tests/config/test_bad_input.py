@@ -40,6 +40,7 @@ YAMLS = {
     "empty.yaml": "",
     "slip.yaml": "epoch: 3",
     "big.yaml": "about: " + "x" * (1 << 20),
+    "dot.yaml": "epochs: 1\noptim.lr: 0.1",
     "few.yaml": "epochs: 1\ndata: {name: synthetic, samples: 2, global_batch_size: 4, micro_batch_size: 1}",
 }
 
@@ -121,6 +122,7 @@ COMMANDS = [
     ("train deep.yaml", "deep.yaml YAML"),
     ("train big.yaml", "big.yaml 1 MiB"),
     ("train slip.yaml", "slip.yaml 'epoch' epochs 1"),
+    ("train dot.yaml", "optim.lr optim: {lr:"),
     ("train few.yaml --nproc-per-node 4", "4 2"),
 ]
 CASES = [*((f"train digits {words}", names) for words, names in SETTINGS), *COMMANDS]

@@ -47,7 +47,6 @@ def leaks(folder: Path) -> list[str]:
 
 
 def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
-    """In paths, in an argument, in a corrupt sample's name and in an exception."""
     data = tmp_path / f"data?X-Amz-Signature={SECRET}"
     write_pictures(data)
     next((data / "train").glob("*/*")).write_bytes(b"no image")

@@ -28,7 +28,6 @@ NET = "class Net:\n    NAME = {!r}\n"
 
 
 def test_folders_with_modules_of_the_same_name(tmp_path: Path) -> None:
-    """In packages and folders without __init__.py, and imported by a function."""
     text = """
 from net import Net
 import importlib, lay.net, pkg.deep
@@ -111,7 +110,6 @@ def test_a_hook_of_another_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["yaml", "trainer", "__main__"])
 def test_a_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
-    """As that of the file, and of a module that it imports; one that it doesn't import shadows nothing."""
     write(tmp_path, **{name: "raise RuntimeError"}, task=f"import {name}", other="import trainer.version")
     with refused(name):
         run_file(tmp_path / f"{name}.py")
@@ -124,7 +122,6 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_an_installed_one_comes_before_one_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a library imports it for the first time."""
     write(tmp_path, colorsys="raise RuntimeError", task="import yaml")
     (tmp_path / "yaml").mkdir()  # data
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)

@@ -147,7 +147,6 @@ LAST = "train/data-00001-of-00002.arrow"
 
 
 def ends_with(change: Any) -> Any:
-    """Changes the bytes of the last file."""
     return lambda path: (path / LAST).write_bytes(change((path / LAST).read_bytes()))
 
 
@@ -169,7 +168,6 @@ def state_of(*names: str, **more: Any) -> Any:
 
 
 def train_of(columns: dict[str, Any]) -> Any:
-    """Another training set, in one file."""
 
     def make(path: Path) -> None:
         shutil.rmtree(path / "train")

@@ -87,8 +87,6 @@ def test_a_box_whose_middle_is_cropped_away_is_gone() -> None:
 
 
 class Some:
-    """12 pictures of three boxes."""
-
     classes: Sequence[str] = ("a", "b", "c")
     channels = 1
     in_memory = True

@@ -54,7 +54,6 @@ def texts(chat: Chat, split: RowSplit, learn: str = "completions") -> list[str]:
 
 
 def said(content: Any, **keys: Any) -> dict[str, Any]:
-    """A conversation with one answer."""
     return {"messages": [ASK, {"role": "assistant", "content": content, **keys}]}
 
 

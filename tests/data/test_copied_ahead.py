@@ -33,7 +33,6 @@ def slots_of(cuda: Cuda, batches: int, slots: int) -> Iterator[tuple[torch.Tenso
 
 
 def a_pass(cuda: Cuda, batches: int, staged: bool, slots: int) -> list[int]:
-    """What a loop computes with."""
     seen = []
     for batch, number in copied_ahead(slots_of(cuda, batches, slots), GPU, staged):
         cuda.computes(batch)

@@ -94,7 +94,6 @@ def test_a_shard_that_vanishes_or_shrinks_is_not_corrupt(photographs: Path, tmp_
 
 
 def test_what_stands_in_goes_by_the_sample_alone() -> None:
-    """Not by the row of a batch, which is another one in each epoch."""
 
     def stand_in(samples: list[int]) -> int:
         filled = dict[int, int]()

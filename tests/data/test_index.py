@@ -33,7 +33,6 @@ from trainer.data.sources import open_records
 
 @pytest.fixture(autouse=True)
 def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of indexes in the cache of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return index.index_folder(None)
 

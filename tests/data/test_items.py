@@ -39,18 +39,14 @@ class Bad:
 
 
 def drawn() -> list[float]:
-    """A number of each of the three generators."""
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
 def points(count: int = 21) -> Bad:
-    """Points that are moved by what is drawn."""
     return Bad(lambda n: {"x": torch.full((3,), n) + torch.tensor(drawn()), "y": n % 2, "number": n}, count)
 
 
 class Task:
-    """Two classes of points."""
-
     def data(self) -> Any:
         return points(), points(10)
 

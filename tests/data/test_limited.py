@@ -91,7 +91,6 @@ def batch(data: Dataset, samples: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_of_every_format(kind: str, tmp_path: Path, photographs: Path) -> None:
-    """The same bits for the same samples, and files that are looked up as those of the whole are."""
     make = MAKERS[kind]
     whole = make(tmp_path, photographs) if kind in _FILES else make(tmp_path)
     count = min(4, len(whole) - 1)

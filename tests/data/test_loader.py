@@ -166,11 +166,10 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
     assert spec is not None and spec.submodule_search_locations
     file = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     theirs, ours, rows = np.loadtxt(file, np.int64, delimiter=","), load_images(DataConfig(), 0), list[Any]()
-    for part, count in ((ours.train.arrays, 1437), (ours.evaluation.arrays, 360)):
-        assert part is not None and len(part["label"]) == count
-        image: Any = part["image"]
-        pixels = (image[..., 0] / 15).reshape(-1, 64).round().astype(np.int64)
-        rows += np.column_stack((pixels, part["label"])).tolist()
+    for part, count in ((ours.train, 1437), (ours.evaluation, 360)):
+        arrays: Any = part.arrays
+        pixels = (arrays["image"][..., 0] / 15).reshape(count, 64).round().astype(np.int64)
+        rows += np.column_stack((pixels, arrays["label"])).tolist()
     assert sorted(rows) == sorted(theirs.tolist())
 
 
@@ -260,12 +259,8 @@ def test_the_resource_workers_lack_is_named(number: int, monkeypatch: pytest.Mon
         RingLoader(source(Numbers(20)), CPU, 2, FORK)
 
 
-def batch() -> Batch:
-    return Batch({"x": torch.arange(6.0).view(3, 2), "label": torch.arange(3)}, torch.ones(3), None, 6, 2)
-
-
 def test_a_batch_gives_its_fields_by_name_and_counts_samples() -> None:
-    one = batch()
+    one = Batch({"x": torch.arange(6.0).view(3, 2), "label": torch.arange(3)}, torch.ones(3), None, 6, 2)
     assert one["x"] is one.fields["x"] and "label" in one and "y" not in one and 0 not in one
     assert len(one) == 3
     assert [*one.keys()] == ["x", "label"] and dict(**one)["label"].tolist() == [0, 1, 2]
@@ -275,9 +270,7 @@ def test_a_batch_gives_its_fields_by_name_and_counts_samples() -> None:
     with pytest.raises(TypeError):  # it would give names
         _, _ = one  # type: ignore[misc]
 
+    def call(given: Batch) -> torch.Tensor:
+        return given["x"].sum() * len(given) + given.fields["x"].sum()
 
-def test_a_compiled_function_takes_a_batch() -> None:
-    def call(one: Batch) -> torch.Tensor:
-        return one["x"].sum() * len(one) + one.fields["x"].sum()
-
-    assert torch.compile(call, backend="eager", fullgraph=True)(batch()).item() == 60
+    assert torch.compile(call, backend="eager", fullgraph=True)(one).item() == 60

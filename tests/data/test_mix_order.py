@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -77,9 +77,7 @@ def test_sets_of_conversations_are_mixed(sets: Path) -> None:
     task = make_task(recipe)
     plan = make_plan(recipe, task)
     assert plan.draws is not None and f"3 of {sets}/b.jsonl" in plan.draws.told()
-    arrays = task.train_data.arrays
-    assert arrays is not None
-    labels = arrays["label"][plan.read(np.arange(40)).sample.reshape(-1)]
+    labels = cast(Any, task.train_data.arrays)["label"][plan.read(np.arange(40)).sample.reshape(-1)]
     assert labels.reshape(-1, 4).sum(1).tolist() == [3] * 40
     assert len(task.evaluation_data) > 1
     limited = recipe_of(sets, {"a": 1, "b": 3}, limit=4)

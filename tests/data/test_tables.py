@@ -200,7 +200,6 @@ def test_an_evaluation_set_is_numbered_by_the_names_of_train(tmp_path: Path) -> 
     ("labels", "told"), [("02", "1 of 3 '1'"), (["a|b", "b"], "data.label_separator 1 2")]
 )
 def test_odd_classes_are_noted(labels: Sequence[str], told: str, tmp_path: Path) -> None:
-    """A number that is nobody's label, and names that look like several classes."""
     (note,) = tables(tmp_path, [*zip("ab", labels, strict=True)], [*zip("cd", labels, strict=True)]).notes
     assert named(note, told)
 

@@ -50,7 +50,6 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ids_of(bpe: Path, text: str) -> list[int]:
-    """What the library says of a text as a whole."""
     made = tokenizers.Tokenizer.from_file(str(bpe))
     made.no_truncation()
     made.no_padding()

@@ -85,7 +85,6 @@ def test_a_conversation_as_one_sample(family: str, name: str, tmp_path: Path) ->
 
 
 def test_thinking_that_no_template_reads_is_refused_with_what_helps(tmp_path: Path) -> None:
-    """As SmolLM3's, which has it in content."""
     chat = open_tokenizer(chat_folder(tmp_path, template=CHATML))
     with refused("message 2", "content", by=ChatError) as error:
         list(learned(chat, talk_of(TALKS["thinking"]), "completions", each=False))
