@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,10 +80,7 @@ class ToLines:
     ),
     "Add a command": (
         "trainer/commands/hello.py",
-        """
-def add_parser(commands):
-    commands.add_parser("hello").set_defaults(run=lambda options: print("hello") or 0)
-""",
+        'def add_parser(to):\n    to.add_parser("hello").set_defaults(run=lambda _: print("hello") or 0)\n',
         '"hello": "Train",',
     ),
 }
@@ -123,15 +121,8 @@ def test_each_is_one_file_and_one_row(tmp_path: Path) -> None:
         (tmp_path / where).write_text(f"{source[: begun.end()]}    {row}\n{source[begun.end() :]}")
     # As a rank of somebody else's launcher: all that it trains is then in one process.
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=tmp_path,
-        env={**os.environ, **rank},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    how: dict[str, Any] = {"env": {**os.environ, **rank}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, check=False, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hello" in done.stdout
     evaluated = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").open()]

@@ -1,6 +1,9 @@
 """Promise: bad input gives one line with its name and the remedy, exit code 2, and no files."""
 
 import ast
+import getpass
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +13,21 @@ import pytest
 import torch
 
 from tests.helpers.few_pictures import write_pictures
+from tests.helpers.manifests import least_manifest
+from tests.helpers.preparing import prepare_only
 from tests.helpers.privileges import permissions_count
 from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.errors import BadInputError, mendable, paths_explained
-from trainer.train.start import local_ranks
+from trainer.launch.launcher import Launched
+from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
+from trainer.runs.manifest import FORMAT
+from trainer.train.start import job, local_ranks
 from trainer.version import __version__
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("nothing_starts")
 
 YAMLS = {
     "text.yaml": "just words",
@@ -33,7 +40,16 @@ YAMLS = {
     "empty.yaml": "",
     "slip.yaml": "epoch: 3",
     "big.yaml": "about: " + "x" * (1 << 20),
+    "dot.yaml": "epochs: 1\noptim.lr: 0.1",
+    "few.yaml": "epochs: 1\ndata: {name: synthetic, samples: 2, global_batch_size: 4, micro_batch_size: 1}",
 }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(job, "launch", prepare_only)
+    monkeypatch.chdir(tmp_path)
+
 
 # The words of a command after `train digits`, and what its line names.
 SETTINGS = [
@@ -65,10 +81,7 @@ SETTINGS = [
     ("optim.warmup_steps=2.5", "optim.warmup_steps=2.5 1"),
     ("data.name=folder", "data.path"),
     ("data.name=folder data.path=no/where", "data.path=no/where"),
-    *(
-        (f"data.name={name} data.path=here", "data.path=here")
-        for name in ("folder", "table", "shards", "pack")
-    ),
+    *((f"data.name={n} data.path=here", "data.path=here") for n in ("folder", "table", "shards", "pack")),
     ("precision.mode=tf32", "NVIDIA GPU"),
     ("data.last_batch=weighted", "BatchNorm"),
     ("--out /proc/x", "/proc/x"),
@@ -109,14 +122,14 @@ COMMANDS = [
     ("train deep.yaml", "deep.yaml YAML"),
     ("train big.yaml", "big.yaml 1 MiB"),
     ("train slip.yaml", "slip.yaml 'epoch' epochs 1"),
+    ("train dot.yaml", "optim.lr optim: {lr:"),
+    ("train few.yaml --nproc-per-node 4", "4 2"),
 ]
 CASES = [*((f"train digits {words}", names) for words, names in SETTINGS), *COMMANDS]
 
 
 @pytest.mark.parametrize(("words", "names"), CASES, ids=[words[-40:] for words, _ in CASES])
-def test_one_line_and_code_2(
-    words: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_code_2(words: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = words.split(" ")
     for name in set(arguments) & YAMLS.keys():
         (tmp_path / name).write_text(YAMLS[name])
@@ -148,9 +161,7 @@ LOCKED = [
 
 
 @pytest.mark.parametrize("words", LOCKED, ids=" ".join)
-def test_a_path_that_may_not_be_used_is_one_line(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_denied_path_is_named(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pictures(tmp_path / "half")
     for name in ("locked", "fixed"):
         (tmp_path / name).mkdir()
@@ -208,7 +219,6 @@ for words in map(str.split, sys.argv[1:]):
 
 
 def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
-    """Help, and what is wrong with a recipe in itself: counted in modules, in a process that has none yet."""
     task = tmp_path / "task.py"
     task.write_text("import torch\n\nRECIPE = {'epochs': 1}\n")
     said = {
@@ -226,17 +236,16 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
         "export nothing --to onnx": (2, "nothing"),
         "doctor digits optim.lr=1 --json": (None, "gpu.nvml"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", QUICK, *said], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    words = [sys.executable, "-c", QUICK, *said]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = [ast.literal_eval(line) for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == list(said)
-    for (words, code, modules, slow, out, err), (wanted, text) in zip(lines, said.values(), strict=True):
-        assert "torch" not in slow, words
-        assert wanted is None or (code, slow) == (wanted, []), (words, err)
-        assert text in (err if code == 2 else out), words
+    for (line, code, modules, slow, out, err), (wanted, text) in zip(lines, said.values(), strict=True):
+        assert "torch" not in slow, line
+        assert wanted is None or (code, slow) == (wanted, []), (line, err)
+        assert text in (err if code == 2 else out), line
         # argparse alone, or with pydantic and yaml: some 120 and 310 on Python 3.11.
-        assert modules < (200 if words.startswith("-") or words == "train --help" else 450) or slow, words
+        assert modules < (200 if line.startswith("-") or line == "train --help" else 450) or slow, line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so asking for one is right")
@@ -254,11 +263,8 @@ def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyP
         planned = local_ranks.plan_local_ranks(Recipe(epochs=1), gpus, None)
         return planned.ranks, planned.environment.get("CUDA_VISIBLE_DEVICES")
 
-    assert ranks(None) == (3, None)
-    assert ranks("2") == (2, "2,5")
-    assert ranks("0,2") == (2, "2,7")
-    assert ranks("id:1") == (1, "5")
-    assert ranks("id:2,0") == (2, "7,2")
+    cases = {None: (3, None), "2": (2, "2,5"), "0,2": (2, "2,7"), "id:1": (1, "5"), "id:2,0": (2, "7,2")}
+    assert {gpus: ranks(gpus) for gpus in cases} == cases
     for wrong in ("4", "0", "1,3", "1,1", "x", "", "id:3", "id:0,0", "id:x", "1,id:2"):
         with refused("--gpus"):
             ranks(wrong)
@@ -267,3 +273,68 @@ def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyP
 def test_bytes_that_the_locale_cannot_read_are_named_as_such() -> None:
     with refused("LC_ALL=C.UTF-8"):
         override({}, ["about=\udcc3\udca4"])
+
+
+def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = write_pictures(tmp_path / "pictures")
+    (pictures / "val" / "0" / "dead.png").symlink_to("gone.png")
+    settings = {"data.path": pictures, "data.name": "folder", "data.image_size": 16, "data.workers": 0}
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    names = f"1 5 {pictures}/val {pictures}/val/0/dead"
+    refusal(main(["train", "digits", *sets]), capsys.readouterr().err, names, folder=tmp_path / "runs")
+    with pytest.raises(AssertionError):  # ranks were started
+        main(["train", "digits", *sets, "--set", "data.check=none"])
+
+
+def test_a_folder_with_something_in_it_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
+    refusal(main(["train", "digits", "--out", "."]), capsys.readouterr().err)
+    assert (tmp_path / "tensorboard" / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "digits", "--out", str(tmp_path)]
+    older = [["verify", str(tmp_path)], ["runs", str(tmp_path)], ["export", "--to", "onnx", str(tmp_path)]]
+    for manifest, commands, names in (
+        ({}, [train], tmp_path / "manifest.json"),
+        (least_manifest(format=1), [train, *older], f"1 {FORMAT}"),
+        (least_manifest(format=FORMAT), [train, [*train, "--resume", "never"]], tmp_path),
+    ):
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        for words in commands:
+            refusal(main(words), capsys.readouterr().err, names)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_without_a_name_a_home_or_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o755)
+    if not (child := os.fork()):
+        code: Any = 1
+        try:
+            for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+                os.environ.pop(name, None)
+            os.setgroups([])
+            os.setgid(0)
+            os.setuid(987_654)
+            prepare_cache()
+            code = main(["train", "digits"]) if getpass.getuser() == "uid-987654" else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert named(capfd.readouterr().err, "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(_: str, request: dict[str, Any], *__: Any, **___: Any) -> Launched:
+        folder = Path(request["folder"] or "runs/digits-1").absolute()
+        folder.mkdir(parents=True)
+        (folder / ".lock").touch()
+        return Launched(2, {**request, "folder": str(folder), "again": True, "made": True})
+
+    monkeypatch.setattr(job, "launch", launch)
+    assert main(["train", "digits"]) == main(["train", "digits", "--out", "mine"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -13,31 +13,16 @@ from trainer.host import strict_json
 
 # Who may call a parser itself, and why.
 _OWN_WORDS = {
-    "host/strict_json.py": "the bounded parser",
-    "host/stacks.py": "a file of the package, and one of the environment that it is installed in",
-    "launch/as_launcher.py": "the launch's own folder, for its user alone, before anything can be imported",
-    "launch/folder.py": "the launch's own folder",
-    "launch/exit_record.py": "the launch's own folder",
-    "checkpoint/background.py": "words of this run's ranks",
-    "distributed/turns.py": "words of ranks",
-    "distributed/watchdog.py": "words of this run's ranks",
-    "launch/meeting.py": "words of this job's nodes",
-    "train/evaluate.py": "words of this run's ranks",
-    "train/model_of_run.py": "what this process has just made",
-    "tasks/trial.py": "what this process has just made",
-    "train/start/micro_batch.py": "a temporary folder, for its user alone",
-    "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
+    *("host/strict_json.py",),  # the bounded parser
+    *("host/stacks.py",),  # a file of the package, and one of the environment that it is installed in
+    *("launch/as_launcher.py", "launch/folder.py", "launch/exit_record.py"),  # the launch's own folder
+    *("checkpoint/background.py", "distributed/turns.py", "distributed/watchdog.py"),  # words of ranks
+    *("train/evaluate.py", "launch/meeting.py"),  # words of this run's ranks, and of this job's nodes
+    *("train/model_of_run.py", "tasks/trial.py"),  # what this process has just made
+    *("train/start/micro_batch.py", "commands/evaluate/evaluate.py"),  # folders for their user alone
 }
-_PARSERS = {
-    "json.load",
-    "json.loads",
-    "pickle.load",
-    "pickle.loads",
-    "marshal.loads",
-    "torch.load",
-    "eval",
-    "exec",
-}
+_PARSERS = {*("json.load", "json.loads", "pickle.load", "pickle.loads"), "marshal.loads", "torch.load"}
+_PARSERS |= {"eval", "exec"}
 
 
 def test_only_bounded_parsers_see_files() -> None:
@@ -54,7 +39,7 @@ def test_only_bounded_parsers_see_files() -> None:
                     found.setdefault(file.relative_to(root).as_posix(), set()).add(name)
     assert found.pop("config/yaml_text.py") == {"yaml.load"}
     assert found.pop("models/pretrained.py") == {"torch.load"}  # see test_pretrained.py
-    assert {file for file, names in found.items() if names == {"json.loads"}} == set(found) == set(_OWN_WORDS)
+    assert {file for file, names in found.items() if names == {"json.loads"}} == set(found) == _OWN_WORDS
 
 
 def _bomb(line: str) -> str:

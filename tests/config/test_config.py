@@ -1,5 +1,6 @@
 """Promise: every key is shown, every recipe is valid, overrides mean what they say."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,19 @@ import yaml
 from tests.helpers.hf_models import folder_of
 from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import COMMANDS, main, make_parser
+from trainer.config import recipe_file
+from trainer.config.dropped import DROPPED, DroppedKeysError
 from trainer.config.elsewhere import COMMAND_WORDS, SETTING_WORDS, setting_meant
 from trainer.config.formats import FORMATS
+from trainer.config.idle import idle_keys, idle_length, own_defaults, typed_keys
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import make_recipe, override, parse_recipe, read_recipe, recipe_names
+from trainer.config.recipe_file import load_recipe, make_recipe, override, parse_recipe, read_recipe
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.train.components.task import check_request, make_task
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", recipe_file.recipe_names())
 def test_every_recipe_can_be_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.builtin.boxes.TRAIN", 96)
     monkeypatch.setattr("trainer.data.builtin.boxes.TEST", 12)
@@ -136,11 +140,6 @@ def test_a_slip_is_told_what_was_meant_and_another_word_nothing(typed: str) -> N
     assert named(_nearest_key(typed, [key.name for key in describe(Recipe)]), SLIPS[typed] or "--help-config")
 
 
-def test_a_key_with_a_dot_in_a_mapping_is_told_its_section() -> None:
-    with refused("optim.lr optim: {lr:"):
-        make_recipe({"epochs": 1, "optim.lr": 0.1})
-
-
 def test_a_key_and_its_value_alone_are_a_setting_but_not_where_files_are_named() -> None:
     words = ["train", "digits", "optim.lr=0.1", "--set", "epochs=2", "--out", "x", "max_steps=3"]
     options = make_parser().parse_args(words)
@@ -155,11 +154,7 @@ def test_a_key_and_its_value_alone_are_a_setting_but_not_where_files_are_named()
     ("text", "name", "epochs"),
     [
         ("class Mine:\n    RECIPE = {'epochs': 3}\n    def loss(self): ...", "", 3),
-        (
-            "class Base:\n    RECIPE = {'epochs': 3}\n    def loss(self): ...\nclass Mine(Base): ...",
-            ":Mine",
-            3,
-        ),
+        ("class Base:\n    RECIPE = {'epochs': 3}\n    def loss(self): ...\nclass A(Base): ...", ":A", 3),
         ("class A:\n    RECIPE = {'epochs': 4}\nclass Mine:\n    def loss(self): ...", "", 30),
         ("RECIPE = {'epochs': 3}\nclass Mine:\n    def loss(self): ...", ":Mine", 3),
     ],
@@ -172,8 +167,83 @@ def test_a_recipe_in_the_class_counts(tmp_path: Path, text: str, name: str, epoc
 
 def test_a_recipe_in_class_and_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "RECIPE = {'epochs': 3}\nclass Mine:\n    RECIPE = {'epochs': 4}\n    def loss(self): ..."
-    )
+    file.write_text("RECIPE = {'epochs': 3}\nclass A:\n    RECIPE = {'epochs': 4}\n    def loss(self): ...")
     with refused(file, "1", "3", "RECIPE"):
         read_recipe(str(file))
+
+
+@pytest.mark.parametrize("key", DROPPED)
+def test_each_is_refused_from_a_recipe_and_from_settings(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    with pytest.raises(DroppedKeysError) as raised:
+        make_recipe({"epochs": 1, **({section: {name: "a"}} if section else {name: "a"})}, source="mine.yaml")
+    assert named(str(raised.value), "mine.yaml", key, DROPPED[key])
+    assert yaml.safe_load(raised.value.recipe) == {"epochs": 1}
+    with pytest.raises(DroppedKeysError) as raised:
+        make_recipe({"epochs": 1}, [f"{key}={json.dumps('given')}"])
+    assert named(str(raised.value), key) and not raised.value.recipe
+    assert key not in {one.name for one in describe(Recipe)}
+
+
+def test_a_line_for_each_and_the_recipe_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"data": {"name": "digits", "limit": 64}, "model": {"width": 4}, "max_steps": 1, "epochs": 1}
+    file = tmp_path / "old.yaml"
+    gone = {"parallel": {"static_graph": False}, "memory": {"history": False, "names": []}}
+    file.write_text(yaml.safe_dump({**small, **gone}))
+    assert main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 2 and not (tmp_path / "run").exists()
+    assert named(said.err, file, "parallel.static_graph", "memory.history")
+    assert yaml.safe_load(said.out) == {**small, "memory": {"names": []}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "choice"),
+    [
+        ("digits", "data.samples=64", "data.name=digits"),
+        ("resnet50-synthetic", "model.width=64", "model.name=resnet50"),
+        ("digits", "optim.momentum=0.5", "optim.name=adamw"),
+        ("digits", "optim.gamma=0.5", "optim.schedule=one-cycle"),
+        ("digits", "precision.initial_scale=8", "precision.mode=fp32"),
+        ("digits", "data.policy_group=4", "data.policy=none"),
+        ("gpt-stdlib", "language.buckets=4", "language.text=stream"),
+        ("dtmf", "data.image_size=64", "task=audio"),
+    ],
+)
+def test_an_idle_key_is_named_with_the_choice(recipe: str, setting: str, choice: str) -> None:
+    (line,) = idle_keys(load_recipe(recipe, [setting]), keys := typed_keys([setting]))
+    assert named(line, f"{keys.pop()}") and choice in line
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("digits", ["model.width=8", "optim.lr=0.1", "optim.betas=[0.9, 0.99]", "data.augment=flip"]),
+        ("resnet50-synthetic", ["data.samples=64", "data.image_size=64", "data.classes=10"]),
+        ("digits", ["precision.mode=fp16", "precision.growth_interval=9"]),
+        ("digits", ["optim.name=muon", "optim.momentum=0.5", "optim.eps=1e-7", "seed=1"]),
+    ],
+)
+def test_a_key_that_is_read_is_not(recipe: str, settings: list[str]) -> None:
+    assert not list(idle_keys(load_recipe(recipe, settings), typed_keys(settings)))
+
+
+def test_of_epochs_and_max_steps_the_later_end_is_idle() -> None:
+    recipe = load_recipe("digits", ["max_steps=100", "epochs=1"])
+    assert named(next(idle_length(recipe, {"max_steps"}, 16)), "max_steps=100 epochs=1")
+    assert not list(idle_length(recipe, {"max_steps", "epochs"}, 200))
+    assert named(next(idle_length(recipe, {"epochs"}, 200)), "epochs=1 200")
+    assert not list(idle_length(recipe, set(), 16))
+
+
+def test_defaults_of_an_own_task_are_told() -> None:
+    unsaid = make_recipe({"task": "own"})
+    assert (unsaid.max_steps, str(unsaid.evaluation.every)) == (2000, "200 steps")
+    assert named(own_defaults(unsaid, set(), own_optimizer=False), "max_steps=2000 optim.lr=0.003")
+    assert "optim.lr" not in own_defaults(unsaid, set(), own_optimizer=True)
+    said = make_recipe({"epochs": 1, "task": "own", "optim": {"lr": 0.1}})
+    assert not own_defaults(said, {"epochs"}, own_optimizer=False)
+    assert make_recipe({"epochs": 1, "task": "own", "optim": {"name": "sgd"}}).optim.lr == 0.001
+    assert (said.max_steps, said.evaluation.every) == (None, "1 epoch")
+    few = make_recipe({"task": "own", "optim": {"lr": 0.1}}, ["max_steps=5", "evaluation.every=end"])
+    assert (few.max_steps, few.epochs, few.evaluation.every) == (5, 1_000_000, "end")

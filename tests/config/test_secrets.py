@@ -42,13 +42,11 @@ def _variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leaks(folder: Path) -> list[str]:
-    return [
-        str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
-    ]
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [str(path) for path in files if SECRET.encode() in path.read_bytes()]
 
 
 def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
-    """In paths, in an argument, in a corrupt sample's name and in an exception."""
     data = tmp_path / f"data?X-Amz-Signature={SECRET}"
     write_pictures(data)
     next((data / "train").glob("*/*")).write_bytes(b"no image")
@@ -63,11 +61,8 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     settings += ["data.micro_batch_size=8", "data.eval_batch_size=8"]
     words = [word for one in settings for word in ("--set", one)]
     paths = f"{here / 'code'}:{Path(__file__).parents[2]}"
-    done = preloaded.run(
-        [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", "run"],
-        cwd=here,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+    command = [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", "run"]
+    done = preloaded.run(command, cwd=here, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 1
     assert "https://***@host/x" in done.stderr
     assert SECRET not in done.stdout + done.stderr
@@ -80,12 +75,11 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     assert "AWS_SECRET_ACCESS_KEY=*** *** AccountKey=***== curl -u me:*** h" in manifest["command"]
     assert "https://***@host/x" in manifest["reason"]
     assert "X-Amz-Signature=***" in (run / "quarantine.jsonl").read_text()
-    assert {"config.yaml", "checksums.jsonl", "metrics.jsonl", "tensorboard"} <= {
-        p.name for p in run.iterdir()
-    }
+    there = {path.name for path in run.iterdir()}
+    assert {"config.yaml", "checksums.jsonl", "metrics.jsonl", "tensorboard"} <= there
 
 
-def test_a_run_goes_on_without_the_variable_and_with_another(
+def test_a_run_needs_neither_the_variable_nor_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"

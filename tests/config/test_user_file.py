@@ -28,7 +28,6 @@ NET = "class Net:\n    NAME = {!r}\n"
 
 
 def test_folders_with_modules_of_the_same_name(tmp_path: Path) -> None:
-    """In packages and folders without __init__.py, and imported by a function."""
     text = """
 from net import Net
 import importlib, lay.net, pkg.deep
@@ -39,27 +38,17 @@ def names():
 """
     for name in "ab":
         one = f"NAME = {name!r}"
-        more = {"net_in_lay": NET.format(name), "dynamic_in_pkg": one, "__init___in_pkg": ""}
-        write(
-            tmp_path / name,
-            task=text,
-            net=NET.format(name),
-            late=one,
-            deep_in_pkg="from net import Net",
-            **more,
-        )
+        more = {"net_in_lay": NET.format(name), "dynamic_in_pkg": one, "__init___in_pkg": "", "late": one}
+        more |= {"net": NET.format(name), "deep_in_pkg": "from net import Net"}
+        write(tmp_path / name, task=text, **more)
     for name in "abba":
         assert run_file(tmp_path / name / "task.py", alone=True).names() == {name}
 
 
 def test_an_edited_one_is_read_anew(tmp_path: Path) -> None:
     """Also one of the same size and time, for which another process has left bytecode."""
-    task = write(
-        tmp_path,
-        task="import net\ndef late():\n    import other\n    return other.NAME",
-        net="NAME = 1",
-        other="NAME = 1",
-    )
+    text = "import net\ndef late():\n    import other\n    return other.NAME"
+    task = write(tmp_path, task=text, net="NAME = 1", other="NAME = 1")
     first = run_file(task)
     assert (first.net.NAME, first.late()) == (1, 1)
     assert run_file(task) is first is importlib.import_module("task"), "once until it is edited"
@@ -121,10 +110,7 @@ def test_a_hook_of_another_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["yaml", "trainer", "__main__"])
 def test_a_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
-    """As that of the file, and of a module that it imports; one that it doesn't import shadows nothing."""
-    write(
-        tmp_path, **{name: "raise RuntimeError", "task": f"import {name}", "other": "import trainer.version"}
-    )
+    write(tmp_path, **{name: "raise RuntimeError"}, task=f"import {name}", other="import trainer.version")
     with refused(name):
         run_file(tmp_path / f"{name}.py")
     if name not in ("trainer", "__main__"):
@@ -135,34 +121,20 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
         assert "RuntimeError" not in str(importlib.util.find_spec(name))
 
 
-def test_an_installed_one_comes_before_what_lies_there_unused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a library imports it for the first time."""
-    write(
-        tmp_path,
-        colorsys="raise RuntimeError",
-        task="def late():\n    return __import__('colorsys').rgb_to_hsv",
-    )
+def test_an_installed_one_comes_before_one_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, colorsys="raise RuntimeError", task="import yaml")
     (tmp_path / "yaml").mkdir()  # data
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    write(tmp_path, task="import yaml")
     module = run_file(tmp_path / "task.py")
     assert importlib.import_module("colorsys").rgb_to_hsv and module.yaml.safe_load("1") == 1
 
 
 def test_another_process_is_sent_what_is_defined_there(tmp_path: Path) -> None:
-    """Spawned, it has nothing of this one."""
-    text = (
-        "from pkg.work import SCALE\nclass Square:\n    def __call__(self, x):\n        return x * x * SCALE"
-    )
-    write(tmp_path, **{"my-task": text, "__init___in_pkg": "", "work_in_pkg": "SCALE = 10"})
+    text = "from pkg.work import TEN\nclass Square:\n    def __call__(self, x):\n        return x**2 * TEN"
+    write(tmp_path, **{"my-task": text, "__init___in_pkg": "", "work_in_pkg": "TEN = 10"})
     square = run_file(tmp_path / "my-task.py").Square()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(square, [3]) == [90]
-
-
-# --- the hash ---
 
 
 def test_what_a_task_imports_from_its_folder_is_part_of_it(tmp_path: Path) -> None:
@@ -176,10 +148,8 @@ def test_what_a_task_imports_from_its_folder_is_part_of_it(tmp_path: Path) -> No
         late="x = 1",
         **dict.fromkeys(("named", "unused", "__init___in_pkg", "other_in_pkg", "one_in_lay"), ""),
     )
-    (tmp_path / "pkg" / "deep").mkdir()
-    (tmp_path / "pkg" / "deep" / "__init__.py").write_text("from . import thing")
-    (tmp_path / "pkg" / "deep" / "thing.py").write_text("from ..near import n")
-    (tmp_path / "pkg" / "near.py").write_text("n = 1")
+    deep = {"__init___in_deep": "from . import thing", "thing_in_deep": "from ..near import n"}
+    write(tmp_path / "pkg", near="n = 1", **deep)
     found = modules_beside(task)
     assert {*found} == {
         *("helper.py", "late.py", "lay/one.py", "named.py", "net.py", "pkg/__init__.py"),

@@ -1,6 +1,4 @@
-"""Contract of recordings: a cut of one is the same bits whatever reads it, in wav and in flac; a file that is
-cut short is found for every cut, and one of another sample rate, or that the disk can't read, isn't corrupt.
-"""
+"""Contract of recordings: a cut is the same bits in wav and flac; a corrupt file is found for every cut."""
 
 import io
 import os
@@ -15,10 +13,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.batches import arrays_of
 from tests.helpers.refusals import named, refused
 from trainer.config.data import OnCorrupt
 from trainer.data.check import CheckedData, check_data
-from trainer.data.corrupt import Bad
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.records import LABEL
@@ -39,23 +37,15 @@ def write(path: Path, sound: Any, rate: int = RATE, **how: Any) -> Path:
     return path
 
 
-def folder(
-    root: Path, seconds: float = 0.1, random_crop: bool = False, on_corrupt: OnCorrupt = "fail"
-) -> AudioFolder:
-    return AudioFolder(in_folder(root, SUFFIXES), seconds, RATE, random_crop, on_corrupt)
+def folder(root: Path, seconds: float = 0.1, random_crop: bool = False, corrupt: Any = "fail") -> AudioFolder:
+    return AudioFolder(in_folder(root, SUFFIXES), seconds, RATE, random_crop, corrupt)
 
 
 class Read(list[Any]):
     """Batch of all samples, or of some: audio (n, samples), and what was replaced."""
 
     def __init__(self, data: AudioFolder, samples: Any = None, random: float | None = None) -> None:
-        samples = np.arange(len(data)) if samples is None else np.asarray(samples)
-        out: Any = {
-            name: np.full((len(samples), *field.shape), 77, field.dtype)
-            for name, field in data.fields.items()
-        }
-        numbers = None if random is None else np.full((len(samples), 3), random, np.float32)
-        self.bad: list[Bad] = data.read(samples, numbers, out)
+        out, self.bad = arrays_of(data, samples, random)
         self.label = out[LABEL].tolist()
         super().__init__(out[AUDIO].tolist())
 
@@ -66,9 +56,7 @@ class Read(list[Any]):
     random=st.none() | st.floats(0, 1, exclude_max=True, width=32),
     suffix=st.sampled_from(["wav", "flac"]),
 )
-def test_a_cut_is_a_part_of_the_recording(
-    tmp_path: Path, frames: int, length: int, random: float | None, suffix: str
-) -> None:
+def test_a_cut_is_a_part(tmp_path: Path, frames: int, length: int, random: float | None, suffix: str) -> None:
     shutil.rmtree(tmp_path / "a", ignore_errors=True)
     write(tmp_path / "a" / f"x.{suffix}", ramp(frames))
     data = folder(tmp_path, length / RATE, random is not None)
@@ -80,16 +68,13 @@ def test_a_cut_is_a_part_of_the_recording(
 
 
 WIDE = np.array([5 << 16, -(5 << 16)], np.int32)
+ENDS = [32767, -32768]
 
 
 @pytest.mark.parametrize(
     ("sound", "subtype", "expected"),
     [
-        (
-            np.array([[3, 4], [-3, -4], [32767, 32767], [-32768, -32768]], np.int16),
-            None,
-            [4, -3, 32767, -32768],
-        ),
+        (np.array([[3, 4], [-3, -4], *([n, n] for n in ENDS)], np.int16), None, [4, -3, *ENDS]),
         (np.array([0.5, -1.0, 2.0, -2.0, 3 / 65536]), "FLOAT", [16384, -32768, 32767, -32768, 2]),
         (np.array([0.25, -0.25]), "DOUBLE", [8192, -8192]),
         (WIDE, "PCM_24", [5, -5]),
@@ -103,27 +88,15 @@ def test_channels_and_sample_formats(tmp_path: Path, sound: Any, subtype: Any, e
 
 
 def pieces(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
-    body = b"".join(
-        struct.pack("<4sI", name, len(data)) + data + bytes(len(data) % 2) for name, data in chunks
-    )
+    body = b"".join(struct.pack("<4sI", n, len(data)) + data + bytes(len(data) % 2) for n, data in chunks)
     return struct.pack("<4sI4s", b"RIFF", len(body) + 4 if size is None else size, b"WAVE") + body
 
 
 FORMAT = (b"fmt ", struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16))
 SOUND = ramp(100).tobytes()
-
-
-def encoded(form: str, **how: Any) -> bytes:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, NOISE, RATE, format=form, **how)
-    return buffer.getvalue()
-
-
-NOISE = np.random.default_rng(0).integers(-9999, 9999, 9000).astype(np.int16)
-RIFX, RF64 = encoded("WAV", endian="BIG"), encoded("RF64")
-
-
-# Files that aren't what they should be.
+RIFX, RF64 = io.BytesIO(), io.BytesIO()
+soundfile.write(RIFX, ramp(9000), RATE, format="WAV", endian="BIG")
+soundfile.write(RF64, ramp(9000), RATE, format="RF64")
 
 
 def truncated(path: Path, share: float) -> None:
@@ -148,7 +121,6 @@ def content(data: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(data)
 
 
-# The kind of a recording, what is done to it, and what is told of it.
 BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("wav", lambda path: truncated(path, 0.999), "short"),
     ("flac", lambda path: truncated(path, 0.5), "victim.flac:"),
@@ -164,7 +136,7 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("wav", one_float(np.nan), "number"),
     ("wav", one_float(30_000.0), "1.0"),
     ("wav", lambda path: write(path, ramp(9000), subtype="GSM610"), "ffmpeg"),
-    *(("wav", content(data[:-1]), "short") for data in (RIFX, RF64)),
+    *(("wav", content(data.getvalue()[:-1]), "short") for data in (RIFX, RF64)),
 ]
 
 
@@ -178,12 +150,12 @@ def with_victim(root: Path, suffix: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("random", [None, 0.99])
 @pytest.mark.parametrize(("suffix", "harm", "reason"), BROKEN)
-def test_a_corrupt_file_is_found_for_every_cut(
+def test_every_cut_finds_a_corrupt_file(
     tmp_path: Path, suffix: str, harm: Callable[[Path], object], reason: str, random: float | None
 ) -> None:
     root, victim = with_victim(tmp_path, suffix)
     data = folder(root, random_crop=random is not None)  # listed before the harm, as files that go bad later
-    replacing = folder(root, random_crop=random is not None, on_corrupt="skip")
+    replacing = folder(root, random_crop=random is not None, corrupt="skip")
     harm(victim)
     with refused(f"{victim}: {reason}"):
         Read(data, random=random)
@@ -195,7 +167,6 @@ def test_a_corrupt_file_is_found_for_every_cut(
 
 
 def unread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decoder can't tell a disk that fails from a torn file; so what it refuses is read once more."""
     truncated(path, 0.5)
     whole = os.pread
 
@@ -216,11 +187,11 @@ def unread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("flac", unread, "Input/output"),
     ],
 )
-def test_what_is_not_corruption_is_never_replaced(
+def test_what_is_not_corrupt_is_never_replaced(
     tmp_path: Path, monkeypatch: Any, suffix: str, harm: Any, names: str, on_corrupt: OnCorrupt
 ) -> None:
     root, victim = with_victim(tmp_path, suffix)
-    data = folder(root, on_corrupt=on_corrupt)
+    data = folder(root, corrupt=on_corrupt)
     harm(victim, monkeypatch)
     with refused(f"{victim}: {names}"):
         Read(data)

@@ -1,6 +1,4 @@
-"""Promise: boxes stay on what they frame, whatever an image goes through; wrong annotations are found before
-training, with the image's id.
-"""
+"""Promise: boxes stay on what they frame, whatever an image goes through."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,21 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.batches import arrays_of
 from trainer.data.builtin.boxes import DigitsCanvas
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.boxes import (
-    BOXES,
-    COUNT,
-    CROWD,
-    IMAGE,
-    LABEL,
-    BoxAugment,
-    BoxedImages,
-    Picture,
-    mosaic,
-    moved,
-    paste,
-)
+from trainer.data.formats import boxes as module
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, BoxAugment, BoxedImages, Picture, mosaic
 from trainer.data.sources import digits
 
 UNIT = st.floats(0, 1, exclude_max=True, width=32)
@@ -36,12 +24,11 @@ def pictures(draw: Any) -> Picture:
     height, width = draw(st.integers(12, 90)), draw(st.integers(12, 90))
     image = np.zeros((height, width, 1), np.uint8)
     boxes = []
-    for _ in range(draw(st.integers(0, 3))):
+    for _ in range(count := draw(st.integers(0, 3))):
         left, top = draw(st.integers(0, width - 6)), draw(st.integers(0, height - 6))
-        box = [left, top, draw(st.integers(left + 5, width)), draw(st.integers(top + 5, height))]
-        boxes.append(box)
-        image[box[1] : box[3], box[0] : box[2]] = 255
-    count = len(boxes)
+        right, bottom = draw(st.integers(left + 5, width)), draw(st.integers(top + 5, height))
+        boxes.append([left, top, right, bottom])
+        image[top:bottom, left:right] = 255
     rows = np.array(boxes, np.float32).reshape(-1, 4)
     return Picture(image, rows, np.arange(count), np.zeros(count, np.bool_))
 
@@ -66,12 +53,12 @@ def assert_white_inside(picture: Picture, factor: float) -> None:
 @given(pictures(), st.tuples(UNIT, UNIT, UNIT, UNIT), st.floats(0.3, 2.0))
 def test_boxes_stay_on_what_they_frame(picture: Picture, numbers: Any, scale: float) -> None:
     out = np.full((64, 64, 1), 7, np.uint8)
-    made = moved(picture, out, BoxAugment(flip=0.5, scale=(scale, scale)), numbers)
+    made = module.moved(picture, out, BoxAugment(flip=0.5, scale=(scale, scale)), numbers)
     assert made.image is out
     assert_inside(made, 64, 64)
     factor = min(64 / picture.image.shape[0], 64 / picture.image.shape[1])
     assert_white_inside(made, factor * scale)
-    everything = paste(picture, out, 1.0, 0.0, 0.0)
+    everything = module.paste(picture, out, 1.0, 0.0, 0.0)
     assert everything.label.tolist() == picture.label.tolist(), "an image that fits loses no box"
     np.testing.assert_allclose(everything.boxes, picture.boxes * factor, atol=0.6)
 
@@ -94,62 +81,53 @@ def test_a_box_whose_middle_is_cropped_away_is_gone() -> None:
     image = np.zeros((40, 40, 1), np.uint8)
     boxes = np.array([[0, 0, 10, 10], [15, 15, 25, 25], [2, 2, 38, 38]], np.float32)
     picture = Picture(image, boxes, np.arange(3), np.zeros(3, np.bool_))
-    made = paste(picture, np.zeros((40, 40, 1), np.uint8), 2.0, 0.5, 0.5)
+    made = module.paste(picture, np.zeros((40, 40, 1), np.uint8), 2.0, 0.5, 0.5)
     assert made.label.tolist() == [1, 2]
     np.testing.assert_array_equal(made.boxes, [[10, 10, 30, 30], [0, 0, 40, 40]])
 
 
-class Listed(list[Picture]):
-    """Pictures in a list."""
-
+class Some:
     classes: Sequence[str] = ("a", "b", "c")
     channels = 1
     in_memory = True
     most = 3
 
+    def __len__(self) -> int:
+        return 12
+
     def fingerprint(self) -> str:
-        return "listed"
+        return "some"
 
     def name(self, sample: int) -> str:
         return f"picture {sample}"
 
     def read(self, sample: int) -> Picture:
-        return self[sample]
-
-
-def some(count: int = 12) -> Listed:
-    random = np.random.default_rng(0)
-    made = []
-    for number in range(count):
         boxes = np.array([[3, 4, 20, 30], [10, 10, 15, 16], [30, 30, 50, 44]], np.float32)
-        image = random.integers(0, 255, (50, 60, 1), np.uint8)
-        crowd = np.array([False, number % 2 == 1, False])
-        made.append(Picture(image, boxes, np.array([0, 1, number % 3]), crowd))
-    return Listed(made)
+        image = np.random.default_rng(sample).integers(0, 255, (50, 60, 1), np.uint8)
+        crowd = np.array([False, sample % 2 == 1, False])
+        return Picture(image, boxes, np.array([0, 1, sample % 3]), crowd)
 
 
 def read(data: BoxedImages, random: float | None) -> dict[str, Any]:
-    out: Any = {name: np.full((len(data), *f.shape), 99, f.dtype) for name, f in data.fields.items()}
-    numbers = None if random is None else np.full((len(data), data.uniforms + 2), random, np.float32)
-    assert not data.read(np.arange(len(data)), numbers, out)
-    return dict(out)
+    out, bad = arrays_of(data, random=random)
+    assert not bad
+    return out
 
 
 def test_training_leaves_crowds_out_and_evaluation_tells_them() -> None:
-    training, evaluation = (BoxedImages(some(), 60, 5, augment) for augment in (BoxAugment(), None))
+    training, evaluation = (BoxedImages(Some(), 60, 5, augment) for augment in (BoxAugment(), None))
     learned, measured = read(training, 0.5), read(evaluation, None)
     assert learned[COUNT].tolist() == [3, 2] * 6
-    assert learned[LABEL][1].tolist() == [0, 1, 0, 0, 0]
+    assert learned[module.LABEL][1].tolist() == [0, 1, 0, 0, 0]
     assert not learned[CROWD].any()
     assert measured[COUNT].tolist() == [3] * 12
     assert measured[CROWD].sum(1).tolist() == [0, 1] * 6
     assert not measured[BOXES][:, 3:].any(), "what isn't valid is 0"
-    np.testing.assert_array_equal(measured[IMAGE], learned[IMAGE])
+    np.testing.assert_array_equal(measured[module.IMAGE], learned[module.IMAGE])
 
 
 def test_a_mosaic_with_too_many_boxes_keeps_the_largest() -> None:
-    augment = BoxAugment(mosaic=1.0)
-    many, few = (read(BoxedImages(some(), 60, most, augment), 0.4) for most in (12, 2))
+    many, few = (read(BoxedImages(Some(), 60, most, BoxAugment(mosaic=1.0)), 0.4) for most in (12, 2))
     assert many[COUNT].max() > 2
     for number in range(12):
         count = int(many[COUNT][number])
@@ -159,8 +137,7 @@ def test_a_mosaic_with_too_many_boxes_keeps_the_largest() -> None:
 
 
 def test_a_corrupt_partner_in_a_mosaic_is_not_this_images_fault() -> None:
-    """It is named when its own turn comes; till then the image stands alone."""
-    pictures: Any = some()
+    pictures: Any = Some()
     whole = pictures.read
 
     def torn(sample: int) -> Any:
@@ -170,13 +147,11 @@ def test_a_corrupt_partner_in_a_mosaic_is_not_this_images_fault() -> None:
 
     pictures.read = torn
     data = BoxedImages(pictures, 60, 12, BoxAugment(mosaic=1.0), "quarantine")
-    out = {n: np.zeros((12, *f.shape), f.dtype) for n, f in data.fields.items()}
-    random = np.random.default_rng(0).random((12, data.uniforms), np.float32)
-    assert [one.sample for one in data.read(np.arange(12), random, out) or ()] == [3]
+    _, bad = arrays_of(data, random=np.random.default_rng(0).random((12, data.uniforms), np.float32))
+    assert [one.sample for one in bad] == [3]
 
 
 def test_a_canvas_is_the_same_in_every_process() -> None:
-    """No address of an object is in its fingerprint."""
     canvases = DigitsCanvas(0, 4)
     digest = hashlib.sha256()
     for picture in map(canvases.read, range(4)):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -39,9 +40,8 @@ def place_of(folder: Path, name: str) -> Path:
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setattr("trainer.data.remote.access._WAITS", (0.0, 0.0))
-    server = Web({f"data/{name}": content(name) for name in NAMES})
-    yield server
-    server.close()
+    with closing(Web({f"data/{name}": content(name) for name in NAMES})) as server:
+        yield server
 
 
 def read(place: Cached, name: str) -> bytes:
@@ -54,9 +54,7 @@ def read(place: Cached, name: str) -> bytes:
 
 def kept(folder: Path) -> set[str]:
     """Shards that lie there, and "part" where there is one of one."""
-    return {name for name in NAMES if place_of(folder, name).exists()} | {
-        "part" for _ in folder.glob("*.part")
-    }
+    return {n for n in NAMES if place_of(folder, n).exists()} | {"part" for _ in folder.glob("*.part")}
 
 
 def in_forks(count: int, work: Callable[[], bool]) -> list[int | None]:
@@ -110,13 +108,8 @@ def test_the_shards_that_were_not_used_for_longest_go(web: Web, tmp_path: Path) 
     for name in ("one", "two", "three", "one"):
         read(place, name)
     held = place.open(shard("two"))
-    for name, there in (
-        ("four", {"one", "two", "four"}),
-        ("one", {"one", "two", "four"}),
-        ("five", {"four", "one", "five"}),
-        ("two", {"one", "five", "two"}),
-    ):
-        assert read(place, name) == content(name) and kept(tmp_path) == there
+    for name, there in (("four", "one two"), ("one", "four two"), ("five", "four one"), ("two", "five one")):
+        assert read(place, name) == content(name) and kept(tmp_path) == {name, *there.split()}
     assert os.pread(held, SIZE, 0) == content("two")  # evicted, and readable as long as it is open
     os.close(held)
     assert web.app.asked["/data/two"] == 2
@@ -128,10 +121,7 @@ def test_a_shard_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
     assert not kept(tmp_path)
 
 
-def test_downloads_of_others_count_and_are_waited_for(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process is fetching a shard for which room was made: the next waits until that may go."""
+def test_others_downloads_are_waited_for(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = tmp_path / f"{place_of(tmp_path, 'two').name}.part"
     part.write_bytes(bytes(SIZE))
     file = os.open(part, os.O_RDWR)
@@ -156,9 +146,6 @@ def test_a_disk_that_fails_is_told(web: Web, tmp_path: Path, monkeypatch: pytest
         Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
     assert web.app.asked.total() == 1  # the server did nothing wrong
     assert not kept(tmp_path)
-
-
-# The index.
 
 
 @pytest.fixture
@@ -196,9 +183,7 @@ def test_an_index_that_is_wrong_at_the_server_is_told(web: Web, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("pack")
-def test_an_index_without_a_length_that_is_cut_off_is_fetched_again(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_off_index_is_fetched_again(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "AGAIN", (0.0, 0.0))
     expected = open_cached(f"{web.url}/pack", tmp_path / "one", None).fingerprint()
     web.app.faults[INDEX] = iter(["cut", "cut"])
@@ -209,12 +194,7 @@ def test_an_index_without_a_length_that_is_cut_off_is_fetched_again(
     assert web.app.asked[f"/pack/{INDEX}"] == 1 + 3 + 3
 
 
-# What others wrote to the cache, and servers without an end.
-
-
-def test_a_piece_that_others_changed_is_named_and_fetched_again(
-    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_piece_comes_anew(web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place, path = Cached(f"{web.url}/data", tmp_path, None), place_of(tmp_path, "one")
     assert read(place, "one") == content("one")
     with path.open("r+b") as file:
@@ -229,10 +209,7 @@ def test_a_piece_that_others_changed_is_named_and_fetched_again(
 
 @pytest.mark.usefixtures("pack")
 @pytest.mark.parametrize("name", [INDEX, COLUMNS])
-def test_an_index_that_others_changed_is_named_and_fetched_again(
-    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    """A class of another name would make a whole index, too: it is the server's that counts."""
+def test_a_changed_index(web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     folder = tmp_path / "cache"
     expected = open_cached(f"{web.url}/pack", folder, None)
     (file,) = folder.glob(f"*/{name}")
@@ -245,9 +222,7 @@ def test_an_index_that_others_changed_is_named_and_fetched_again(
 
 
 @pytest.mark.usefixtures("pack")
-def test_an_index_without_an_end_is_refused(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_index_is_refused(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.host.strict_json.LARGEST", 1 << 10)
     web.files[f"pack/{INDEX}"] = b" " * ((1 << 10) + 1)
     with refused(f"{INDEX}: 1024B"):

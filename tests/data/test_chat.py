@@ -1,6 +1,5 @@
 """Promise: conversations become the tokens that transformers makes of them; what assistants wrote counts."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ def all_of(chat: Chat, messages: list[Any], numbers: list[int], tools: Any = Non
     return "|".join(parts), found.unended
 
 
-def counting(chat: Chat, messages: list[Any], numbers: list[int]) -> str:
-    return all_of(chat, messages, numbers)[0]
+def chat_by(folder: Path, template: str) -> Chat:
+    return open_tokenizer(chat_folder(folder, template=template))
 
 
 def unread_of(chat: Chat, messages: list[Any], numbers: list[int]) -> list[str]:
@@ -70,26 +69,22 @@ def test_text_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) 
     if family == "marked":
         made = theirs.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
         text, spans = turns(chat, TALK, [1, 3])
-        assert counted(chat, text, next(chat.encode([text])), spans).counts.tolist() == [
-            one == 1 for one in made["assistant_masks"]
-        ]
+        counts = counted(chat, text, next(chat.encode([text])), spans).counts.tolist()
+        assert counts == [one == 1 for one in made["assistant_masks"]]
 
 
-ENDS = {"llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>", "zephyr": "</s>"}
+ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_what_the_assistant_wrote_counts_with_its_end(family: str, tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path, family))
-    end = {**ENDS, "phi3": "<|end|>"}.get(family, "<|im_end|>")
+    end = "</s>" if family in ("mistral", "zephyr") else ENDS.get(family, "<|im_end|>")
     first = TALK[1]["content"].rstrip() if family in ("llama3", "gemma") else TALK[1]["content"]
     thought = "<think>\n\n</think>\n\n" * (family == "qwen3")
     last = f"{thought}{TALK[3]['content']}{end}" + "\n<|endoftext|>" * (family == "phi3")
-    assert counting(chat, TALK, [1, 3]) == f"{first}{end}|{last}"
-    assert counting(chat, TALK, [3]) == last
-
-
-UNENDED = "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}{% endfor %}"
+    assert all_of(chat, TALK, [1, 3])[0] == f"{first}{end}|{last}"
+    assert all_of(chat, TALK, [3])[0] == last
 
 
 @pytest.mark.parametrize(
@@ -100,11 +95,9 @@ UNENDED = "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}{% endfor
         ("smollm2", ["</table>", "\n"], "a</table>", ""),
     ],
 )
-def test_added_tokens_that_are_words_end_no_turn(
-    family: str, tokens: list[str], said: str, end: str, tmp_path: Path
-) -> None:
-    """Gemma's blanks and tags are tokens of their own; what is counted ends where generation does."""
-    folder = chat_folder(tmp_path, family, None if end else UNENDED)
+def test_added_words_end_no_turn(family: str, tokens: list[str], said: str, end: str, tmp_path: Path) -> None:
+    unended = "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}{% endfor %}"
+    folder = chat_folder(tmp_path, family, None if end else unended)
     add(folder, special=False, **{text: {} for text in tokens})
     chat = open_tokenizer(folder)
     assert not set(tokens) & set(chat.ends)
@@ -117,9 +110,7 @@ def test_added_tokens_that_are_words_end_no_turn(
 
 @pytest.mark.parametrize("family", ["marked", "qwen3"])
 @pytest.mark.parametrize("keys", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}])
-def test_an_end_that_takes_the_blanks_beside_it_counts(
-    family: str, keys: dict[str, bool], tmp_path: Path
-) -> None:
+def test_an_end_that_takes_blanks_counts(family: str, keys: dict[str, bool], tmp_path: Path) -> None:
     folder = chat_folder(tmp_path, family)
     add(folder, special=True, **{"<|im_end|>": keys})
     said, unended = all_of(open_tokenizer(folder), TALK, [1, 3])
@@ -127,9 +118,7 @@ def test_an_end_that_takes_the_blanks_beside_it_counts(
 
 
 def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
-    """A template that writes the first of several calls teaches to make one."""
-    template = calling("{{ (message.tool_calls or [{}])[0] | tojson }}")
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    chat = chat_by(tmp_path, calling("{{ (message.tool_calls or [{}])[0] | tojson }}"))
     calls = [{"function": {"name": name, "arguments": {}}} for name in "ab"]
     talks = [[TALK[0], {**ASKED, "tool_calls": calls[:many]}, *TALK[2:]] for many in (1, 2)]
     assert unread_of(chat, talks[0], [1]) == []
@@ -173,11 +162,10 @@ ANSWER_ALONE = WITHIN.replace(THOUGHT, "").replace("m.content }}", "m.content.sp
 @pytest.mark.parametrize(
     ("words", "learn"), [(("one thing", "yes"), "last"), (("yes", "yes"), "completions"), (("a", "b"), "all")]
 )
-def test_what_counts_is_learned_with_its_thinking(
+def test_thinking_is_learned_with_its_answer(
     said: str, keys: dict[str, Any], refused: tuple[int, ...], words: Any, learn: str, tmp_path: Path
 ) -> None:
-    """Each turn for itself: that one shows what it thought says nothing of the others."""
-    chat = open_tokenizer(chat_folder(tmp_path, template=thinking(said, keys.get("prompt", ""))))
+    chat = chat_by(tmp_path, thinking(said, keys.get("prompt", "")))
     thought, answer = words
     answers: dict[str, Any] = {"role": "assistant", "content": answer, "reasoning_content": f"{thought}\n"}
     if keys.get("inline"):
@@ -185,38 +173,26 @@ def test_what_counts_is_learned_with_its_thinking(
     talk = sample_of({"messages": [{"role": "user", "content": answer}, answers] * 2}, learn)
     assert isinstance(talk, Talk) and talk.counting == ([3] if learn == "last" else [1, 3])
 
-    def unread() -> list[str]:
-        text, spans = turns(chat, talk.messages, talk.counting, None)
-        if learn == "all":
-            spans = [(0, len(text))]
-        return list(unread_keys(chat, talk, text, spans))
-
     counts_outside = learn == "all" and said == MARKED
-    if not counts_outside and set(refused) & set(talk.counting):
-        with pytest.raises(ChatError):
-            unread()
-    else:
-        assert unread() == ["'reasoning_content' in messages that don't count"] * (
-            1 in refused and learn == "last"
-        )
+    fails = not counts_outside and set(refused) & set(talk.counting)
+    with pytest.raises(ChatError) if fails else nullcontext():
+        text, spans = turns(chat, talk.messages, talk.counting, None)
+        unread = list(unread_keys(chat, talk, text, [(0, len(text))] if learn == "all" else spans))
+        wanted = "'reasoning_content' in messages that don't count"
+        assert unread == [wanted] * (1 in refused and learn == "last")
 
 
 @pytest.mark.parametrize(
     ("said", "left_out", "unread"),
     [
         ("{{ m.tool_calls | tojson if m.tool_calls else '' }}", "", []),
-        (
-            "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}",
-            "",
-            ["'id' in tool_calls"],
-        ),
+        ("{% for c in m.tool_calls or () %}{{c.function|tojson}}{% endfor %}", "", ["'id' in tool_calls"]),
         ("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}", "arguments", []),
         ("{{ m.tool_calls[0].function | tojson if m.tool_calls and loop.last else '' }}", "tool_calls", []),
     ],
 )
 def test_each_part_of_a_call_is_learned(said: str, left_out: str, unread: list[str], tmp_path: Path) -> None:
-    template = thinking(SAID.replace("<|im_end|>", said + "<|im_end|>"))
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    chat = chat_by(tmp_path, thinking(SAID.replace("<|im_end|>", said + "<|im_end|>")))
     call = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
     asked = {"role": "assistant", "content": "so", "tool_calls": [call]}
     with refused("tool_calls", left_out, by=ChatError) if left_out else nullcontext():
@@ -238,16 +214,14 @@ def calling(call: str) -> str:
     ],
 )
 def test_arguments_of_a_call_become_json_once(said: str, tmp_path: Path) -> None:
-    """However a template puts them into text, and whether a row has them as an object or as JSON."""
-    template = calling("{% for call in message.tool_calls or [] %}" + said + "{% endfor %}")
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    chat = chat_by(tmp_path, calling("{% for call in message.tool_calls or [] %}" + said + "{% endfor %}"))
     for arguments in ({"a": "é", "b": 2}, '{"a": "é", "b": 2}'):
         calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
         asked = {**ASKED, "tool_calls": calls}
         sample = sample_of({"messages": [TALK[0], asked, *TALK[:2]]}, "completions")
         assert isinstance(sample, Talk)
         wanted = '{"name": "add", "arguments": {"a": "é", "b": 2}}<|im_end|>'
-        assert counting(chat, list(sample.messages), [1]) == wanted
+        assert all_of(chat, list(sample.messages), [1])[0] == wanted
 
 
 @pytest.mark.parametrize(
@@ -263,10 +237,7 @@ def test_what_a_template_refuses_or_drops(family: str, messages: Any, says: str,
         turns(chat, messages, [])
 
 
-ONE_MARK = (
-    "{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}.{% endgeneration %}{% endif %}"
-    "{% endfor %}"
-)
+EACH = "{% for m in messages %}{{ m.content }}"
 
 
 @pytest.mark.parametrize(
@@ -274,41 +245,33 @@ ONE_MARK = (
     [
         ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
-        ("{% for m in messages %}{{ m.content }}{{ m.gone }}", "jinja2"),
+        (EACH + "{{ m.gone }}", "jinja2"),
         ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", "message 1"),
         ("{% for m in messages|reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "message 2"),
-        (
-            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-            "generation",
-        ),
-        (ONE_MARK, "1 turns"),
+        (EACH.replace("%}", "%}" + MARKS[0], 1) + MARKS[1] + "{% endfor %}", "generation"),
+        (EACH + "{% if loop.last %}" + MARKS[0] + "." + MARKS[1] + "{% endif %}{% endfor %}", "1 turns"),
     ],
 )
 def test_a_template_that_is_odd(template: str, says: str, tmp_path: Path) -> None:
     with pytest.raises((ChatError, BadInputError)) as raised:
-        turns(open_tokenizer(chat_folder(tmp_path, template=template)), TALK, [1, 3])
+        turns(chat_by(tmp_path, template), TALK, [1, 3])
     assert named(str(raised.value), says)
 
 
 def test_a_template_is_told_the_same_date_every_day(tmp_path: Path) -> None:
-    template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
-    assert chat.asks_date
-    assert chat.render(TALK).startswith("26 Jul 2024\n")
+    chat = chat_by(tmp_path, "{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    assert chat.asks_date and chat.render(TALK).startswith("26 Jul 2024\n")
 
 
 def test_a_token_that_is_partly_prompt_does_not_count(tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path))
-    encoded = next(chat.encode(["Hello the cat"]))
-    found = counted(chat, "Hello the cat", encoded, [(7, 13)])  # within " the"
+    found = counted(chat, "Hello the cat", next(chat.encode(["Hello the cat"])), [(7, 13)])  # within " the"
     assert found.straddling == 1
     assert chat.tokenizer.decode(found.ids[found.counts].tolist()) == " cat"
 
 
 @pytest.mark.parametrize("family", ["gemma", "smollm2"])
-@pytest.mark.parametrize(
-    "config", [{}, {"add_bos_token": True}, {"add_eos_token": True}, {"bos_token": None}]
-)
+@pytest.mark.parametrize("config", [{}, *({f"add_{a}os_token": True} for a in "be"), {"bos_token": None}])
 def test_a_text_begins_as_transformers_begins_it(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     chat = open_tokenizer(chat_folder(tmp_path, family, **config))
@@ -320,7 +283,6 @@ def test_a_text_begins_as_transformers_begins_it(family: str, config: dict[str, 
 
 
 DROPOUT = '{"model": {"type": "BPE", "dropout": 0.1, "vocab": {}, "merges": []}}'
-EXTRA = json.dumps({"added_tokens_decoder": {"7": {"content": "<extra>"}}})
 
 
 @pytest.mark.parametrize(
@@ -333,7 +295,7 @@ EXTRA = json.dumps({"added_tokens_decoder": {"7": {"content": "<extra>"}}})
         ("tokenizer_config.json", "[]", "tokenizer_config.json: JSON"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "eos_token '<none>' tokenizer.json"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template"),
-        ("tokenizer_config.json", EXTRA, "7 '<extra>' tokenizer.json"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "<x>"}}}', "7 '<x>'"),
         ("chat_template.jinja", "\udcff", "UTF-8"),
     ],
 )
@@ -351,20 +313,15 @@ MARKED_BY_ROLES = (  # as GLM's: no end of a turn, the next role's token follows
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + '<think>' * (loop.last and m.role == 'assistant') + "
     "m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-
 ENDED_TWICE = (  # as Cohere's
     "{% for m in messages %}{{ '<|' + m.role + '|>' + '<think>' * (loop.last and m.role == 'assistant') + "
     "m.content + '<|answered|> <|turn|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-
 # As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end.
 FOLLOWS = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
-IN_BLOCKS = TEMPLATES["marked"].replace(
-    "{% generation %}{{ message.content }}",
-    "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}",
-)
+_SAYS = MARKS[0] + "{{ message.content }}"
+IN_BLOCKS = TEMPLATES["marked"].replace(_SAYS, _SAYS + MARKS[1] + MARKS[0])
 # Each call has an end, and a turn is written otherwise where it is the last one.
 EACH_CALL = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -419,14 +376,13 @@ def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_
     chat = open_tokenizer(chat_folder(tmp_path, "qwen3"))
     talk = [dict(one) for one in TALK]
     talk[1]["content"], talk[3]["content"] = "<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"
-    assert counting(chat, talk, [3]) == "<think>\nso\n</think>\n\nno<|im_end|>"
+    assert all_of(chat, talk, [3])[0] == "<think>\nso\n</think>\n\nno<|im_end|>"
     with refused("message 2", by=ChatError):
         turns(chat, talk, [1, 3])
 
 
 def test_a_key_that_is_read_in_one_message_is_counted_for_the_others(tmp_path: Path) -> None:
-    template = thinking(SAID.replace("<|im_end|>", "{{ m.name if loop.first else '' }}<|im_end|>"))
-    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    chat = chat_by(tmp_path, thinking(SAID.replace("<|im", "{{ m.name if loop.first else '' }}<|im")))
     first, second = {**TALK[0], "name": "Al"}, {**TALK[2], "name": "Bo"}
     assert unread_of(chat, [first, TALK[1]], [1]) == []
     assert unread_of(chat, [first, TALK[1], second, TALK[3]], [1]) == ["'name' in messages"]

@@ -1,8 +1,8 @@
-"""Contract of class folders: files are read whatever they are called, counted by reason where
-they aren't, and named before the start where they can't be.
-"""
+"""Contract of class folders: files are read whatever they are called, counted, or named before the start."""
 
+import codecs
 import os
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,22 @@ from unittest import mock
 
 import pytest
 
+from tests.data.test_coco import told, written
 from tests.helpers.image_folders import SIDE, encoded, picture
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
+from trainer.data.audio_sets import split_by_lists
 from trainer.data.check import CheckedData, check_data, unreadable
-from trainer.data.formats.files import Files, in_folder
+from trainer.data.formats.boxes import BoxedImages
+from trainer.data.formats.coco import CocoPictures
+from trainer.data.formats.files import Files, hint, in_folder
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.index import index_of
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import in_shards
+from trainer.data.formats.tables import in_table
 from trainer.data.left_out import left_out_line, one, tally
 from trainer.data.sources import common_classes, load_images
 
@@ -29,18 +35,13 @@ JPEG = bytes(encoded(picture(), "JPEG"))
 def class_folder(root: Path, *names: str | bytes) -> Path:
     """A folder with one class, `a`, and files by paths relative to that."""
     (root / "a").mkdir(parents=True, exist_ok=True)
-    for name in names:
-        path = Path(os.fsdecode(os.fsencode(root / "a") + b"/" + os.fsencode(name)))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(JPEG)
-    return root
+    return put(root / "a", *map(os.fsdecode, names), content=JPEG).parent
 
 
 def test_the_line_of_what_is_left_out() -> None:
     assert left_out_line(()) == ""
-    found = tally(
-        [one(".heic", "a/1.heic"), one("box{es}", "x"), one(".heic", "a/2.heic"), one("categor{y}", "y")]
-    )
+    pairs = (".heic", "a/1.heic"), ("box{es}", "x"), (".heic", "a/2.heic"), ("categor{y}", "y")
+    found = tally(one(*pair) for pair in pairs)
     assert named(left_out_line(tally([*found, *found])), "4 .heic a/1.heic 2 boxes x 2 categories y")
     assert named(left_out_line((one(".a\nb", b"\xff\n\x07"),)), "1 .a\\nb \\xff\\n\\x07")
     assert named(left_out_line(tally(one(f".{n}", f"x{n}") for n in range(999))), "743 x256 1 .0 x0 245")
@@ -97,8 +98,7 @@ def only(part: str, *names: str) -> Callable[[Path], object]:
 
     def make(root: Path) -> None:
         (two_parts(root) / part / "b" / "0.jpg").unlink()
-        for name in names:
-            (root / part / "b" / name).write_bytes(JPEG)
+        put(root / part / "b", *names, content=JPEG)
 
     return make
 
@@ -191,3 +191,65 @@ def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest
     capfd.readouterr()
     checked(records, "full", "skip", 3)
     assert named(capfd.readouterr().err, "3 of 60")
+
+
+NFD = unicodedata.normalize("NFD", "é.jpg")
+
+
+def seen_in(root: Path, name: str) -> str:
+    return hint(str(root).encode(), name.encode())
+
+
+@pytest.mark.parametrize(
+    ("there", "written_down"),
+    [
+        *(("a/é.jpg", f"a/{NFD}"), ("a /b", "a/b"), ("a/b.jpg", "a\\b.jpg"), ("b c.jpg", "b%20c.jpg")),
+        *(("a/b.jpg", "./x/y/a/b.jpg"), ("b.jpg", "images/b.jpg"), ("b.jpg", "/data/upload/1/b.jpg")),
+    ],
+)
+def test_a_name_that_is_written_otherwise(tmp_path: Path, there: str, written_down: str) -> None:
+    assert named(seen_in(put(tmp_path, there), written_down), f"{there!a}")
+
+
+def test_names_that_nothing_is_like(tmp_path: Path) -> None:
+    put(tmp_path, "a/b.jpg")
+    for name in ("a", "a/b.jpg", "c.jpg", "a/c.jpg", "..", "", "a/b.png", "x" * 5000):
+        assert seen_in(tmp_path, name) == ""
+    assert named(seen_in(tmp_path, "https://host/c.jpg"), "URL")
+    assert hint(b"/nowhere", b"\xff") == ""
+
+
+def test_each_place_that_looks_a_file_up_says_so(tmp_path: Path) -> None:
+    root = written(tmp_path, told(**{"images.0.file_name": NFD}))
+    (root / "train" / "é.jpg").touch()
+    (root / "train.csv").write_text(f"path,label\ntrain/{NFD},1\n")
+    assert named(in_table(root / "train.csv").absent(), r"'train/\xe9.jpg'")
+    data = BoxedImages(CocoPictures(root, "train", "fail"), 32, 4, None)
+    with refused(r"'\xe9.jpg'"):
+        check_data("fast", False, [CheckedData("training", data, 0)])
+
+
+def commands(root: Path, listed: bytes) -> Path:
+    put(root, "a/é_1.wav", "a/b_2.wav", "a/c_3.wav")
+    put(root, "validation_list.txt", content=listed)
+    return put(root, "testing_list.txt", content=b"a/c_3.wav\n")
+
+
+@pytest.mark.parametrize(("mark", "times"), [(b"", 1), (codecs.BOM_UTF8, 1), (b"", 2)])
+def test_lists_of_recordings(tmp_path: Path, mark: bytes, times: int) -> None:
+    root = commands(tmp_path, mark + "a/é_1.wav\r\n\r\n".encode() * times)
+    assert [len(part) for part in split_by_lists(root, "validation")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (unicodedata.normalize("NFD", "a/é_1.wav").encode(), r"line 1: 'a/\xe9_1.wav'"),
+        (b"\na/B_2.WAV", "line 2: 'a/b_2.wav'"),
+        ("a/b_2.wav".encode("utf-16"), "UTF-16 UTF-8"),
+        (b"a/x.wav", "line 1: 'a/x.wav'"),
+    ],
+)
+def test_lists_that_cant_be_meant(tmp_path: Path, content: bytes, names: str) -> None:
+    with refused(names):
+        split_by_lists(commands(tmp_path, content), "validation")

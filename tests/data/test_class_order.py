@@ -10,7 +10,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRando
 
 from tests.helpers.refusals import named, refused
 from trainer.commands.check.order import odd_order
-from trainer.config.data import Last
 from trainer.config.recipe_file import load_recipe
 from trainer.data.dataset import ArrayDataset
 from trainer.data.items import ArrayItems, ItemDataset
@@ -28,11 +27,8 @@ def draws(weights: Any = WEIGHTS) -> ClassDraws:
     return weigh(LABELS, ("a", "b", "c"), weights, len(LABELS))
 
 
-def plan(weights: Any = WEIGHTS, seed: int = 3, last: Last = "cross", epochs: int = 400) -> Plan:
-    return Plan(len(LABELS), 12, 3, epochs, last, seed, draws=draws(weights))
-
-
-def all_of(order: Plan) -> Ints:
+def drawn(weights: Any = WEIGHTS) -> Ints:
+    order = Plan(len(LABELS), 12, 3, 400, "cross", 3, draws=draws(weights))
     return order.read(np.arange(order.steps * order.micro_batches)).sample.reshape(-1)
 
 
@@ -56,7 +52,7 @@ def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
 
     found = draws(weights)
     chance = (found.chances / found.counts)[LABELS]
-    counts = np.bincount(all_of(plan(weights))[:40_000], minlength=100)
+    counts = np.bincount(drawn(weights)[:40_000], minlength=100)
     torchs = WeightedRandomSampler(chance.tolist(), 40_000, generator=torch.Generator().manual_seed(1))
     theirs, there = np.bincount(list(torchs), minlength=100), chance > 0
     assert counts.sum() == theirs.sum() == 40_000 and not counts[~there].any()
@@ -67,17 +63,14 @@ def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
 
 @pytest.mark.compat
 def test_the_draws_never_change_between_versions() -> None:
-    """A resumed run must find the order it was started with; so these are written down."""
-    assert all_of(plan())[:12].tolist() == [61, 65, 68, 80, 93, 65, 11, 93, 53, 37, 87, 99]
+    assert drawn()[:12].tolist() == [61, 65, 68, 80, 93, 65, 11, 93, 53, 37, 87, 99]
 
 
 def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_anew() -> None:
     dataset = ArrayDataset({"label": np.zeros(2, np.int64)})
     order = Plan(2, 8, 8, 4, "cross", 0, draws=weigh(np.array([0, 1]), (), {"1": 0}, 2))
     sample, extras = Source(dataset, Share(order), uniforms=2).extras(np.arange(1))
-    assert not sample.any()
-    numbers = extras["\0uniform"][0]
-    assert len({tuple(one) for one in numbers.tolist()}) == 8
+    assert not sample.any() and len({tuple(one) for one in extras["\0uniform"][0].tolist()}) == 8
 
 
 def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
@@ -90,9 +83,8 @@ def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
     pairs.targets = [3, 1, 1, 0]
     assert labels(pairs) == [3, 1, 1, 0]
     assert labels(ConcatDataset([Subset(pairs, [0, 3]), Subset(Subset(pairs, [1, 2]), [0])])) == [3, 0, 1]
-    other: Any = TensorDataset(torch.zeros(2, 1))
-    other.labels = torch.tensor([1, 0])
-    assert labels(other) == [1, 0]
+    pairs.targets, pairs.labels = None, torch.tensor([1, 0, 2, 2])
+    assert labels(pairs) == [1, 0, 2, 2]
     assert labels(ArrayItems({"label": np.array([1, 2])})) == [1, 2]
 
 

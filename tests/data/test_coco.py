@@ -1,6 +1,4 @@
-"""Contract of COCO: boxes are those of its JSON; what can't be meant is found before training, with the
-image's id; what isn't trained on is counted.
-"""
+"""Contract of COCO: boxes are those of its JSON; what can't be meant is found before training, or counted."""
 
 import gzip
 import json
@@ -14,6 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.batches import arrays_of
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -27,18 +27,13 @@ FILE = "instances_train.json"
 
 
 def told(**changes: Any) -> dict[str, Any]:
-    """Two images, three categories with gaps in their ids, a crowd, and an image without boxes.
-
-    Args:
-        changes: A value by its path in what is told: `images.0.width`.
-    """
+    """Three images, one without boxes, three categories, a crowd. `changes`: a value by its path in it."""
     images = [{"id": n, "file_name": f"{n}.png", "height": 20, "width": 30} for n in (7, 5, 9)]
-    boxes = [(1, 7, 90, [2, 3, 10, 5]), (2, 7, 3, [0, 0, 30, 20]), (3, 5, 18, [20, 10, 10, 10])]
-    annotations: list[dict[str, Any]] = [
-        {"id": number, "image_id": image, "category_id": category, "bbox": box, "iscrowd": 0}
-        for number, image, category, box in boxes
+    boxes = [(7, 90, [2, 3, 10, 5]), (7, 3, [0, 0, 30, 20]), (5, 18, [20, 10, 10, 10]), (5, 3, [1, 1, 3, 3])]
+    annotations = [
+        {"id": number, "image_id": image, "category_id": category, "bbox": box, "iscrowd": int(number == 4)}
+        for number, (image, category, box) in enumerate(boxes, 1)
     ]
-    annotations.append({"id": 4, "image_id": 5, "category_id": 3, "bbox": [1, 1, 3, 3], "iscrowd": 1})
     categories = [{"id": 90, "name": "brush"}, {"id": 3, "name": "car"}, {"id": 18, "name": "dog"}]
     whole = {"images": images, "annotations": annotations, "categories": categories}
     for path, value in changes.items():
@@ -55,8 +50,7 @@ def written(root: Path, what: Any, part: str = "train", year: str = "") -> Path:
     (root / f"{part}{year}").mkdir(exist_ok=True)
     (root / "annotations" / f"instances_{part}{year}.json").write_text(json.dumps(what))
     for number in (5, 7, 9):
-        pixels = np.full((20, 30, 3), number, np.uint8)
-        Image.fromarray(pixels).save(root / f"{part}{year}" / f"{number}.png")
+        Image.new("RGB", (30, 20), (number,) * 3).save(root / f"{part}{year}" / f"{number}.png")
     return root
 
 
@@ -65,8 +59,8 @@ def train_of(root: Path, what: Any = None, on_corrupt: Any = "fail") -> CocoPict
 
 
 def task_of(root: Path, **data: Any) -> Detection:
-    config = DataConfig(name="coco", path=root, **data)
-    return Detection(config, ModelConfig(), DetectionConfig(max_boxes=4), 0)
+    data = {"name": "coco", "path": root, **data}
+    return Detection(DataConfig(**data), ModelConfig(), DetectionConfig(max_boxes=4), 0)
 
 
 @pytest.mark.parametrize("year", ["", "2017"])
@@ -155,12 +149,15 @@ def test_annotations_that_are_no_json(tmp_path: Path, make: Callable[[bytes], by
     file.write_bytes(make(file.read_bytes()))
     with refused(file, names, "JSON"):
         train_of(tmp_path)
+
+
+def test_annotations_that_are_not_there(tmp_path: Path) -> None:
+    file = written(tmp_path, told()) / "annotations" / FILE
     file.unlink()
-    with refused(f"annotations/{FILE}"):
-        train_of(tmp_path)
-    file.with_name("instances_Train.json").touch()
-    with refused("annotations/instances_Train.json"):
-        train_of(tmp_path)
+    for there in (file, file.with_name("instances_Train.json")):
+        with refused(f"annotations/{there.name}"):
+            train_of(tmp_path)
+        file.with_name("instances_Train.json").touch()
 
 
 def counted(found: CocoPictures) -> dict[str, int]:
@@ -186,9 +183,7 @@ NOTES = {"segmentation": [[1, 2]], "keypoints": [1], "caption": "a", "score": 1.
         ({"images.0.file_name": "./7.png"}, "", 0),
     ],
 )
-def test_keys_that_nothing_reads_are_counted(
-    changes: dict[str, Any], word: str, count: int, tmp_path: Path
-) -> None:
+def test_unread_keys_are_counted(changes: dict[str, Any], word: str, count: int, tmp_path: Path) -> None:
     plain = counted(train_of(tmp_path / "plain", told()))
     assert sorted(plain.values()) == [1, 1], "the crowd, and the image without a box"
     found = counted(train_of(tmp_path, told(**changes)))
@@ -198,10 +193,8 @@ def test_keys_that_nothing_reads_are_counted(
 
 
 def test_supercategories_and_many_keys(tmp_path: Path) -> None:
-    what = told()
-    what["categories"] = [{"id": 0, "name": "things", "supercategory": "none"}] + [
-        {**each, "supercategory": "things"} for each in what["categories"]
-    ]
+    what, root = told(), {"id": 0, "name": "things", "supercategory": "none"}
+    what["categories"] = [root, *({**each, "supercategory": "things"} for each in what["categories"])]
     found = train_of(tmp_path, what)  # as Roboflow exports it
     assert found.classes == ("car", "dog", "brush") and sum(counted(found).values()) == 3
     assert any(each.first.endswith("'things'") for each in found.left_out)
@@ -245,9 +238,7 @@ def test_boxes_that_are_left_out_are_counted(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("on_corrupt", ["fail", "skip"])
-def test_boxes_as_fractions_of_the_image_are_refused(
-    sizes: Any, fractions: bool, on_corrupt: Any, tmp_path: Path
-) -> None:
+def test_boxes_as_fractions_are_refused(sizes: Any, fractions: bool, on_corrupt: Any, tmp_path: Path) -> None:
     changes = {f"annotations.{n}.bbox": [0.2, 0.1, *size] for n, size in enumerate(sizes)}
     with refused(FILE, "fractions") if fractions else nullcontext():
         assert train_of(tmp_path, told(**changes), on_corrupt).most == 2
@@ -262,9 +253,7 @@ def test_a_box_that_is_there_twice_is_told_of(tmp_path: Path) -> None:
 
 def test_images_that_coco_doesnt_name_are_counted(tmp_path: Path) -> None:
     plain = sum(counted(train_of(tmp_path, told())).values())
-    for name in ("z.jpg", "more/z.PNG", ".hidden.jpg", "._x.jpg", ".cache/a.jpg", "notes.txt"):
-        (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "train" / name).touch()
+    put(tmp_path / "train", "z.jpg", "more/z.PNG", ".hidden.jpg", "._x.jpg", ".cache/a.jpg", "notes.txt")
     (tmp_path / "train" / "loop").symlink_to(".")
     (tmp_path / "train" / "linked").symlink_to("more")
     found = train_of(tmp_path)
@@ -273,10 +262,8 @@ def test_images_that_coco_doesnt_name_are_counted(tmp_path: Path) -> None:
 
 def test_images_that_are_not_there_or_of_another_size(tmp_path: Path) -> None:
     train_of(tmp_path, told(**{"images.0.width": 31}))
-    data = BoxedImages(train_of(tmp_path), 32, 4, None)
-    out: Any = {name: np.zeros((2, *f.shape), f.dtype) for name, f in data.fields.items()}
     with refused(tmp_path / "train" / "7.png", "30 x 20 31"):
-        data.read(np.arange(2), None, out)
+        arrays_of(BoxedImages(train_of(tmp_path), 32, 4, None))
     data = BoxedImages(train_of(tmp_path, told(**{"images.1.file_name": "8.png"})), 32, 4, None)
     (tmp_path / "train" / "7.png").unlink()
     (tmp_path / "train" / "7.png").symlink_to("gone.png")
@@ -285,7 +272,6 @@ def test_images_that_are_not_there_or_of_another_size(tmp_path: Path) -> None:
 
 
 def test_exports_of_annotation_tools(tmp_path: Path) -> None:
-    """The folders of Roboflow and of CVAT, and numbers as floats."""
     one, other = tmp_path / "roboflow", tmp_path / "cvat"
     (other / "images").mkdir(parents=True)
     for part, name in (("train", "train"), ("val", "valid")):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(file: Path, *rows: Any) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return file
 
 
@@ -53,7 +54,6 @@ def texts(chat: Chat, split: RowSplit, learn: str = "completions") -> list[str]:
 
 
 def said(content: Any, **keys: Any) -> dict[str, Any]:
-    """A conversation with one answer."""
     return {"messages": [ASK, {"role": "assistant", "content": content, **keys}]}
 
 
@@ -86,6 +86,8 @@ ROWS: list[tuple[Any, str | None, str]] = [
     ({"messages": "hi"}, None, "messages 'hi'"),
     ({"messages": [ASK, "hi"]}, None, "messages[1] 'hi'"),
     ({"messages": [{"role": "user"}, ANSWER]}, None, "messages[0] content"),
+    ({"messages": [{"role": "user", "content": None}, ANSWER]}, None, ""),
+    ({"conversations": [{"from": "chatgpt", "value": "a"}]}, None, "from 'chatgpt'"),
     ({"messages": [ASK, {"role": None, "content": "a"}]}, None, "messages[1] role"),
     (said([{"type": "image"}]), None, "messages[1] text"),
     (said("a", weight=0.5), None, "weight 0.5"),
@@ -102,10 +104,8 @@ ROWS: list[tuple[Any, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("row", "counts", "names"), ROWS)
-def test_what_is_learned_of_a_row(
-    row: Any, counts: str | None, names: str, chat: Chat, tmp_path: Path
-) -> None:
-    file = lines(tmp_path / "a.jsonl", TALK, row if isinstance(row, dict) else row + "\n")
+def test_what_a_row_teaches(row: Any, counts: str | None, names: str, chat: Chat, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", TALK, row)
     if counts is None:
         with refused(file, "line 2:", names):
             tokenized(RowSplit((file,)), chat, "completions", 99)
@@ -113,36 +113,21 @@ def test_what_is_learned_of_a_row(
         assert texts(chat, RowSplit((file,))) == [f"the cat{END}", counts]
 
 
-FAULTS: list[Any] = [
-    "{",
-    {"messages": [{"role": "user", "content": None}, ANSWER]},
-    {"messages": [{"role": "user"}, ANSWER]},
-    {"conversations": [{"from": "chatgpt", "value": "a"}]},
-    said("a", reasoning="a"),
-]
-
-
-@pytest.mark.parametrize("nth", range(len(FAULTS)))
-def test_one_bad_row_does_not_end_a_start(nth: int, chat: Chat, tmp_path: Path) -> None:
-    fault, file = FAULTS[nth], tmp_path / "a.jsonl"
-    fault = fault if isinstance(fault, dict) else fault + "\n"
+@pytest.mark.parametrize("fault", [row for row, counts, _ in ROWS if counts is None])
+def test_one_bad_row_does_not_end_a_start(fault: Any, chat: Chat, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
     split = RowSplit((lines(file, TALK, fault, *[TALK] * 8),))
     found = tokenized(split, chat, "completions", 99, budget=0.1)
     assert [(one.count, one.first) for one in found.left_out] == [(1, "a.jsonl: line 2")]
     assert found.text.begins is not None and len(found.text.begins) == 9
     tokenized(split, chat, "completions", 99, budget=0.01)
-    with refused(file, "line 2"):
-        tokenized(split, chat, "completions", 99)
-    lines(file, *[fault] * 2, *[TALK] * 8)
-    with refused(file, "line 1", "2 10", "data.corrupt_budget", "1"):
+    lines(file, TALK, fault, fault, *[TALK] * 7)
+    with refused(file, "line 2", "2 10", "data.corrupt_budget", "1"):
         tokenized(split, chat, "completions", 99, budget=0.1)
 
 
-@pytest.mark.parametrize(
-    ("given", "asked"), [("", "what"), (" ", "what"), (None, "what"), ("is it", "what\nis it")]
-)
+@pytest.mark.parametrize(("given", "asked"), [*((no, "what") for no in ("", " ", None)), ("a", "what\na")])
 def test_what_alpaca_asks(given: str | None, asked: str, chat: Chat, tmp_path: Path) -> None:
-    """As LLaMA-Factory and others join the columns; also where it is asked by predict."""
     row = {"instruction": "what", "input": given, "output": "four!"}
     split = RowSplit((lines(tmp_path / "a.jsonl", row),))
     wanted = chat.render([{"role": "user", "content": asked}, {"role": "assistant", "content": "four!"}])
@@ -161,9 +146,7 @@ def test_each_turn_is_a_sample_of_its_own(tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path / "chat", "qwen3"))
     file = lines(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER, ASK, {**ANSWER, "content": "no"}]}, TALK)
     thought = "<think>\n\n</think>\n\n"
-    together, each = (
-        tokenized(RowSplit((file,)), chat, "completions", 99, each=one) for one in (False, True)
-    )
+    together, each = (tokenized(RowSplit((file,)), chat, "completions", 99, each=n) for n in (False, True))
     told = [[named(note, "1 language.turns=each") for note in one.notes] for one in (together, each)]
     assert any(told[0]) and not any(told[1])
     assert learned(together, chat)[0] == f"the cat{END}{thought}no{END}"
@@ -172,9 +155,7 @@ def test_each_turn_is_a_sample_of_its_own(tmp_path: Path) -> None:
 
 def test_keys_of_sharegpt_and_of_the_template_in_a_row(tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path / "chat", template=f"{{{{ note or 'none' }}}}\n{CHATML}"))
-    row = {
-        "conversations": [{"from": "human", "value": "hi", "markdown": 1}, {"from": "gpt", "value": "yes"}]
-    }
+    row = {"conversations": [{"from": "human", "value": "hi", "markdown": 1}, {"from": "gpt", "value": "a"}]}
     file = lines(tmp_path / "a.jsonl", {**row, "chat_template_kwargs": {"note": "cat"}}, row)
     found = tokenized(RowSplit((file,)), chat, "all", 99)
     assert [(one.count, named(one.reason, "markdown")) for one in found.left_out] == [(2, True)]
@@ -190,32 +171,28 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
         return tokenized(RowSplit((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", most)
 
     empty, none = {"role": "assistant", "content": " \n"}, {"role": "assistant", "content": None}
-    rows = [TALK, "\n", {"text": " "}, {"prompt": "a", "completion": "", "text": None}, {"messages": [ASK]}]
+    rows = [TALK, "", {"text": " "}, {"prompt": "a", "completion": "", "text": None}, {"messages": [ASK]}]
     rows += [{"messages": []}, {"messages": [ASK, empty]}, {"messages": [ASK, empty, ASK, ANSWER]}]
     rows += [{**TALK, "id": 7}, {"messages": [ASK, none]}]
     rows += [{"messages": [{"role": "user", "content": "a " * 99}, ANSWER]}]
     rows += [{"prompt": "b " * 99, "completion": "c"}, {"text": "the cat sat " * 99}, said(END)]
     found = of(*rows)
     counted = [*((1, number) for number in (2, 3, 4, 5, 6)), (3, 7), (1, 9), (2, 11)]
-    assert [(one.count, one.first) for one in found.left_out] == [
-        (count, f"a.jsonl: line {number}") for count, number in counted
-    ]
+    wanted = [(count, f"a.jsonl: line {number}") for count, number in counted]
+    assert [(one.count, one.first) for one in found.left_out] == wanted
     assert named(found.left_out[-1].reason, "99") and named(found.left_out[-2].reason, "'id'")
     assert named(found.notes, "4", "1 language.sequence_length", "1 a.jsonl: line 14: <|im_end|>")
     odd = {"messages": [ASK, {**ANSWER, "name": "a"}, {**ANSWER, "weight": 0, "thinking": "hm"}]}
     found = of({**odd, "tools": [CALL]}, {"text": "a", "completion": "b"}, {**TALK, "prompt": "a"})
-    wanted = "'name' messages", "'reasoning_content' messages", "'tools'", "'completion'", "'prompt'"
-    for one, names in zip(found.left_out, wanted, strict=True):
+    unread = "'name' messages", "'reasoning_content' messages", "'tools'", "'completion'", "'prompt'"
+    for one, names in zip(found.left_out, unread, strict=True):
         assert one.count == 1 and named(one.reason, names)
     with refused("1 5"):
         of(TALK, most=5)
 
 
 @pytest.mark.parametrize("names", [("human", "gpt"), ("User", "model")])
-def test_roles_by_other_names_are_learned_as_the_fields_own(
-    names: tuple[str, str], chat: Chat, tmp_path: Path
-) -> None:
-    """And what predict asks by is what was learned."""
+def test_roles_by_other_names_are_the_fields_own(names: tuple[str, str], chat: Chat, tmp_path: Path) -> None:
     talk = [{**ASK, "role": names[0]}, {**ANSWER, "role": names[1]}]
     files = lines(tmp_path / "a.jsonl", TALK), lines(tmp_path / "b.jsonl", {"messages": talk})
     own, other = (tokenized(RowSplit((file,)), chat, "all", 99) for file in files)
@@ -234,7 +211,6 @@ def test_a_role_that_nobody_knows_is_counted(chat: Chat, tmp_path: Path) -> None
 
 
 def test_a_text_begins_once_and_a_template_is_not_begun_again(tmp_path: Path) -> None:
-    """Double BOS: by the tokenizer, and by the template or the text."""
     for family, bos in (("llama3", "<|begin_of_text|>"), ("gemma", "<bos>")):
         chat = open_tokenizer(chat_folder(tmp_path / family, family))
         file = lines(tmp_path / "a.jsonl", TALK, {"text": "Hello"}, {"text": f"{bos}Hello"})
@@ -259,11 +235,8 @@ def test_rows_of_parquet_and_arrow_are_those_of_lines(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
-    rows = [
-        [ASK, ANSWER],
-        [{**ASK, "content": "hi"}, ANSWER, ASK, {**ANSWER, "content": "no"}],
-        [ASK, call, ASK, ANSWER],
-    ]
+    longer = [{**ASK, "content": "hi"}, ANSWER, ASK, {**ANSWER, "content": "no"}]
+    rows = [[ASK, ANSWER], longer, [ASK, call, ASK, ANSWER]]
     columns = {"messages": rows, "source": ["a", "b", "c"]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", row_group_size=2)
     write(tmp_path / "hf" / "train", columns)
@@ -297,14 +270,10 @@ def test_files_of_a_split(tmp_path: Path) -> None:
     beside = {name: splits_of(tmp_path / name, None)[0].beside for name in "abcd"}
     assert beside == {"a": ("old.jsonl",), "b": (), "c": ("more.jsonl.gz",), "d": ("extra.csv",)}
     (tmp_path / "d" / "data" / "train-00001-of-00002.parquet").unlink()
-    for path, held, told in (
-        ("e", None, "data.eval_split=test_sft"),
-        ("d", None, "1 of the 2"),
-        ("a", "other", "other.jsonl"),
-        ("", None, ".jsonl .parquet"),
-    ):
+    wrong = {"e": "data.eval_split=test_sft", "d": "1 of the 2", "a": "other.jsonl", "": ".jsonl .parquet"}
+    for path, told in wrong.items():
         with refused(told):
-            splits_of(tmp_path / path, held)
+            splits_of(tmp_path / path, "other" if path == "a" else None)
     lines(tmp_path / "a" / "train.parquet")
     with refused("train.jsonl train.parquet"):
         splits_of(tmp_path / "a", None)
@@ -323,13 +292,9 @@ def test_another_column_by_its_name(chat: Chat, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": " b", "chosen": [ASK, ANSWER], "body": "Hello", "text": "naïve"}
     row |= {"instruction": "what", "output": "four!"}
     file = lines(tmp_path / "a.jsonl", row)
-    for column, counts in (
-        ("chosen", f"the cat{END}"),
-        ("body", f"Hello{END}"),
-        ("prompt", f" b{END}"),
-        ("instruction", f"four!{END}"),
-    ):
-        assert texts(chat, RowSplit((file,), None, column)) == [counts]
+    columns = {"chosen": "the cat", "body": "Hello", "prompt": " b", "instruction": "four!"}
+    for column, counts in columns.items():
+        assert texts(chat, RowSplit((file,), None, column)) == [counts + END]
     with refused(file, "'gone' data.input_column"):
         texts(chat, RowSplit((file,), None, "gone"))
 
@@ -337,25 +302,19 @@ def test_another_column_by_its_name(chat: Chat, tmp_path: Path) -> None:
 def test_the_cache_is_by_content_and_a_damaged_one_is_made_anew(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = list[int]()
-    real = module._made
-
-    def counted(*arguments: Any) -> Any:
-        made.append(1)
-        return real(*arguments)
-
-    monkeypatch.setattr(module, "_made", counted)
+    made = mock.Mock(wraps=module._made)
+    monkeypatch.setattr(module, "_made", made)
     file = lines(tmp_path / "a.jsonl", TALK, {"text": "Hello", "id": 1})
     first = tokenized(RowSplit((file,)), chat, "completions", 99)
 
     def again(learn: str = "completions", chat: Chat = chat, length: int = 99) -> int:
-        made.clear()
+        made.reset_mock()
         found = tokenized(RowSplit((file,)), chat, learn, length)
-        if not made:
+        if not made.called:
             pairs: Any = zip(first.text, found.text, strict=True)
             assert all(np.array_equal(a, b) for a, b in pairs)
             assert (first.left_out, first.notes) == (found.left_out, found.notes)
-        return len(made)
+        return int(made.call_count)
 
     assert again() == 0
     assert again("all") == again(length=98) == 1

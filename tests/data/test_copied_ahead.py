@@ -1,5 +1,6 @@
 """Promise: batches cross to a GPU ahead of the computation, and none is written over or freed too early."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,24 +11,19 @@ from tests.helpers.cuda_stub import GPU, Cuda, stubbed_cuda
 from trainer.data import device
 from trainer.data.device import copied_ahead
 
-SLOTS = 4  # of a ring: two are being written or read, two are on their way
-
 
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
-    streams: Any = getattr(device, "_side_stream", None)  # one for each device of a process
-    if streams is not None:
-        streams.cache_clear()
+    streams: Any = getattr(device, "_side_stream", functools.cache(int))  # one for each device of a process
+    streams.cache_clear()
     with stubbed_cuda() as stub:
         yield stub
-    if streams is not None:
-        streams.cache_clear()
+    streams.cache_clear()
 
 
-def slots_of(cuda: Cuda, batches: int, slots: int = SLOTS) -> Iterator[tuple[torch.Tensor, int]]:
+def slots_of(cuda: Cuda, batches: int, slots: int) -> Iterator[tuple[torch.Tensor, int]]:
     """A ring whose slots are written anew as soon as `copied_ahead` promises that they may be."""
-    ring = torch.zeros(slots, 16, dtype=torch.uint8)
-    written = 0
+    ring, written = torch.zeros(slots, 16, dtype=torch.uint8), 0
     for batch in range(batches):
         while written < min(batch + slots - 1, batches):  # as a DataLoader, which asks for one more with each
             cuda.host_writes(ring[written % slots])
@@ -36,8 +32,7 @@ def slots_of(cuda: Cuda, batches: int, slots: int = SLOTS) -> Iterator[tuple[tor
         yield ring[batch % slots], batch
 
 
-def a_pass(cuda: Cuda, batches: int, staged: bool, slots: int = SLOTS) -> list[int]:
-    """What a loop computes with."""
+def a_pass(cuda: Cuda, batches: int, staged: bool, slots: int) -> list[int]:
     seen = []
     for batch, number in copied_ahead(slots_of(cuda, batches, slots), GPU, staged):
         cuda.computes(batch)
@@ -49,15 +44,12 @@ def a_pass(cuda: Cuda, batches: int, staged: bool, slots: int = SLOTS) -> list[i
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("slots", [3, 4, 7])
-def test_no_slot_is_written_and_no_batch_used_or_freed_too_early(
-    cuda: Cuda, staged: bool, slots: int
-) -> None:
-    assert a_pass(cuda, 12, staged, slots) == list(range(12))
-    assert cuda.problems == []
+def test_no_slot_is_written_and_no_batch_used_too_early(cuda: Cuda, staged: bool, slots: int) -> None:
+    assert a_pass(cuda, 12, staged, slots) == list(range(12)) and cuda.problems == []
 
 
 def test_passes_share_one_stream(cuda: Cuda) -> None:
     """What a stream's copies leave in the allocator no other stream can take: each would hold its own."""
     for _ in range(3):
-        a_pass(cuda, 3, staged=False)
+        a_pass(cuda, 3, staged=False, slots=4)
     assert len(cuda.streams) == 1

@@ -14,30 +14,15 @@ from trainer.data.formats.crop import Box, middle_cut, random_cut
 from trainer.data.formats.decode import resized_middle
 from trainer.rng import uniforms
 
-# Height and width: squares, photographs, a line, a column, one pixel, and panoramas.
-SHAPES = [
-    (224, 224),
-    (480, 640),
-    (640, 480),
-    (1080, 1920),
-    (1, 20),
-    (1, 500),
-    (500, 1),
-    (1, 1),
-    (37, 740),
-    (740, 37),
-]
+# Height and width: squares, photographs, lines, columns, one pixel, and panoramas.
+SHAPES = [(1, 20), (1, 500), (37, 740), (480, 640), (1080, 1920)]
+SHAPES += [(1, 1), (224, 224), *(shape[::-1] for shape in SHAPES[1:4])]
+SEEN = [(32, 0.875, 37), (224, 0.875, 256), (224, 0.95, 236), (224, 1, 224)]
 
 
-def torchvisions_cut(
-    monkeypatch: pytest.MonkeyPatch,
-    height: int,
-    width: int,
-    numbers: list[float],
-    scale: tuple[float, float] = (0.08, 1.0),
-) -> Box:
+def torchvisions_cut(patch: pytest.MonkeyPatch, height: int, width: int, numbers: list[float]) -> Box:
     """Its RandomResizedCrop with these numbers in place of what it draws."""
-    cut = v2.RandomResizedCrop(224, scale=scale)
+    cut = v2.RandomResizedCrop(224, scale=(0.08, 1.0))
     drawn = iter([numbers, *(crop._drawn_again(numbers, attempt) for attempt in range(1, 10))])
     left: list[float] = []
 
@@ -47,40 +32,32 @@ def torchvisions_cut(
         return left.pop(0)
 
     def uniform(low: Any, high: Any) -> torch.Tensor:
-        if high == scale[1]:
+        if high == 1.0:
             left.clear()  # a new attempt: places that weren't asked for are left out
         return torch.tensor(float(low) + (float(high) - float(low)) * next_number(), dtype=torch.float64)
 
     def integer(low: int, high: int, **_: Any) -> torch.Tensor:
         return torch.tensor(int(low + next_number() * (high - low)))
 
-    stand_in = SimpleNamespace(
-        empty=lambda _: SimpleNamespace(uniform_=uniform), exp=torch.exp, randint=integer
-    )
+    empty = lambda _: SimpleNamespace(uniform_=uniform)  # noqa: E731
     cut._log_ratio = torch.log(torch.tensor(cut.ratio, dtype=torch.float64))
-    with monkeypatch.context() as patched:
-        patched.setattr(_geometry, "torch", stand_in)
+    with patch.context() as patched:
+        patched.setattr(_geometry, "torch", SimpleNamespace(empty=empty, exp=torch.exp, randint=integer))
         patched.setattr(_geometry, "query_size", lambda _: (height, width))
         found = cut.make_params([])
     return Box(found["top"], found["left"], found["height"], found["width"])
 
 
 @pytest.mark.parametrize(("height", "width"), SHAPES)
-def test_a_random_cut_is_torchvisions_with_the_same_numbers(
-    height: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_random_cut_is_torchvisions(height: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for numbers in uniforms(0, np.zeros(60, np.int64), np.arange(60), 4).tolist():
         found = random_cut(height, width, *numbers)
         assert found == torchvisions_cut(monkeypatch, height, width, numbers)
 
 
 @pytest.mark.parametrize(("height", "width"), SHAPES)
-@pytest.mark.parametrize(
-    ("side", "share", "short"), [(32, 0.875, 37), (224, 0.875, 256), (224, 0.95, 236), (224, 1, 224)]
-)
-def test_an_evaluation_image_is_torchvisions_resize_and_center_crop(
-    height: int, width: int, side: int, share: float, short: int
-) -> None:
+@pytest.mark.parametrize(("side", "share", "short"), SEEN)
+def test_evaluation_sees_torchvisions(height: int, width: int, side: int, share: float, short: int) -> None:
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (1, 3, height, width), dtype=torch.uint8, generator=generator)
     cut = middle_cut(height, width)

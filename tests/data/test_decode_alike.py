@@ -4,6 +4,7 @@ import io
 import os
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,6 @@ def noise(width: int, height: int, grain: int = 8) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
-# Orientation
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> None:
     data = encoded(picture(size=(41, 30)), "PNG", exif=exif(orientation))
@@ -55,6 +53,32 @@ def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> Non
     whole = decode.cut_out(data, lambda *size: Box(0, 0, *size), upright=True)
     assert whole.shape[2:] == expected.shape[:2]
     assert rows(decode.decode_whole(data)).shape[:2] == (30, 41), "not by itself"
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("JPEG", "RGB", {"quality": 90}),
+        ("JPEG", "RGB", {"quality": 90, "progressive": True}),
+        ("JPEG", "CMYK", {"quality": 90}),
+        *(("PNG", mode, {}) for mode in ("RGB", "RGBA", "P", "1")),
+        ("WEBP", "RGB", {"lossless": True}),
+        ("GIF", "P", {"save_all": True, "append_images": [Image.new("RGB", (40, 30), "red")]}),
+        ("TIFF", "RGB", {}),
+    ],
+)
+def test_every_kind_is_what_pillow_makes_of_it(kind: str, mode: str, options: dict[str, Any]) -> None:
+    data = encoded(picture(mode), kind, **options)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    for found in (decode.decode_whole(data), decode.cut_out(data, lambda *size: Box(0, 0, *size))):
+        assert np.abs(rows(found).astype(int) - expected).max() <= (2 if kind == "JPEG" else 0)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_keep_their_upper_eight(kind: str) -> None:
+    deep = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
+    found = rows(decode.decode_whole(encoded(Image.fromarray(deep), kind)))
+    assert np.array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2))
 
 
 @pytest.mark.parametrize(
@@ -75,9 +99,6 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
     assert orientation_of_file(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
 
 
-# 16 bits
-
-
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 @pytest.mark.parametrize(("most", "shift"), [(255, 0), (694, 2), (4095, 4)])
 def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, shift: int) -> None:
@@ -85,26 +106,20 @@ def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, shift:
     assert named(refused(encoded(Image.fromarray(ramp), kind)), f"{most:,} image >> {shift}")
 
 
-def ppm(most: int, maximum: int) -> bytearray:
-    """Colors of 16 bits, of which PIL drops the lower ones; by a maximum that says what they mean."""
-    return bytearray(b"P6 4 3 %d\n" % maximum + np.linspace(0, most, 36).astype(">u2").tobytes())
-
-
 @pytest.mark.parametrize(
     ("most", "maximum", "black"),
     [(65535, 65535, False), (4095, 4095, False), (655, 65535, True), (40, 4095, True), (4095, 65535, True)],
 )
 def test_twelve_bits_of_sixteen_in_a_ppm(most: int, maximum: int, black: bool) -> None:
+    ppm = bytearray(b"P6 4 3 %d\n" % maximum + np.linspace(0, most, 36).astype(">u2").tobytes())
     if black:
-        assert named(refused(ppm(most, maximum)), "black")
+        assert named(refused(ppm), "black")
     else:
-        assert rows(decode.decode_whole(ppm(most, maximum))).max() == 255
+        assert rows(decode.decode_whole(ppm)).max() == 255
 
 
 @pytest.mark.parametrize(("mode", "channels"), [(2, 3), (4, 2)])
 def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) -> None:
-    """Of a critical chunk that isn't known, at which libpng gives up."""
-
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
@@ -112,9 +127,6 @@ def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) 
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 3, 16, mode, 0, 0, 0))
     data += chunk(b"ABCD", b"") + chunk(b"IDAT", zlib.compress(3 * row)) + chunk(b"IEND", b"")
     assert "nearly) black" in refused(data)
-
-
-# One verdict, the decoder's
 
 
 @pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xda"])
@@ -135,13 +147,9 @@ def verdict(data: bytearray, side: int) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
 def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any]) -> None:
-    whole = encoded(noise(320, 240), "JPEG", quality=60, **options)
-    whole += b"after its end"
-    ends = [len(whole) - n for n in range(22)] + list(range(len(whole) // 2, len(whole), 977))
-    for end in ends:
-        data = whole[:end]
-        alone = verdict(data, 0)
-        assert [verdict(data, side) for side in (100, 60, 30)] == [alone] * 3, len(whole) - end
+    whole = encoded(noise(320, 240), "JPEG", quality=60, **options) + b"after its end"
+    for end in (*range(len(whole) - 21, len(whole) + 1), *range(len(whole) // 2, len(whole), 977)):
+        assert len({verdict(whole[:end], side) for side in (0, 100, 60, 30)}) == 1, len(whole) - end
 
 
 def test_a_jpeg_that_torchvision_refuses_is_pillow_s() -> None:
@@ -162,7 +170,6 @@ def test_a_size_that_the_decoder_does_not_give_is_not_believed(monkeypatch: pyte
 
 
 def test_the_cut_of_a_scaled_decode_is_exact() -> None:
-    """Half an image's worth of what is drawn would be seen in the mean."""
     data = encoded(noise(1203, 903), "JPEG", quality=95)
     random = np.random.default_rng(0)
     for side in (50, 110, 224) * 4:
@@ -194,30 +201,60 @@ def test_the_middle_of_scaled_cuts_is_that_of_what_was_drawn() -> None:
     assert np.abs(np.mean(apart, 0)).max() < 0.5, "not towards the top left"
 
 
-# Messages
+def bomb(kind: str) -> bytearray:
+    """Of 50,000 x 50,000 pixels, by its header."""
+    data = encoded(picture(), kind)
+    if kind == "PNG":
+        data[16:24] = struct.pack(">II", 50_000, 50_000)
+        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    else:
+        at = data.index(b"\xff\xc0")
+        data[at + 5 : at + 9] = struct.pack(">HH", 50_000, 50_000)
+    return data
 
 
-WHAT = {
-    "zeros": bytes(5000),
-    "50 bytes 0xff and nothing else": b"\xff" * 50,
-    "an HTML page": b"\n<!DOCTYPE html><html><head><title>404</title>",
-    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
-    "XML": b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
-    "SVG, which isn't read": b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>",
-    "text that begins with '{": b'{"error": "not found"}',
-    "an image as base64 text": b"/9j/4AAQSkZJRgABAQ",
-    "gzip": b"\x1f\x8b\x08\0" + b"abc",
-    "HEIC, which isn't read": b"\0\0\0\x18ftypheic\0\0\0\0heic" + b"\1" * 50,
-    "a JPEG that is cut off or damaged": b"\xff\xd8\xff",
-    "it begins with 01 80 02": b"\1\x80\2\x81\3\x82" * 9,
+def cut_off(kind: str, share: float, **options: Any) -> bytearray:
+    data = encoded(picture(size=(200, 150)), kind, **options)
+    return data[: int(len(data) * share)]
+
+
+# id: the file, and what its line must say of it.
+BAD: dict[str, tuple[bytes | bytearray, str]] = {
+    "empty": (b"", ""),
+    "zeros": (bytes(5000), "zeros"),
+    "ones": (b"\xff" * 50, "50 bytes 0xff and nothing else"),
+    "page": (b"\n<!DOCTYPE html><html><head><title>404</title>", "an HTML page"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "a Git LFS pointer"),
+    "xml": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML"),
+    "svg": (b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG, which isn't read"),
+    "json": (b'{"error": "not found"}', "text that begins with '{"),
+    "base64": (b"/9j/4AAQSkZJRgABAQ", "an image as base64 text"),
+    "gzip": (b"\x1f\x8b\x08\0" + b"abc", "gzip"),
+    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0heic" + b"\1" * 50, "HEIC, which isn't read"),
+    "jpeg_begun": (b"\xff\xd8\xff", "a JPEG that is cut off or damaged"),
+    "noise": (b"\1\x80\2\x81\3\x82" * 9, "it begins with 01 80 02"),
+    "jpeg_nearly": (cut_off("JPEG", 0.95), ""),
+    "progressive_half": (cut_off("JPEG", 0.5, progressive=True), ""),
+    "png_half": (cut_off("PNG", 0.5), ""),
+    "webp_half": (cut_off("WEBP", 0.5), ""),
+    "float": (encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"), ""),
+    "bomb_png": (bomb("PNG"), ""),
+    "bomb_jpeg": (bomb("JPEG"), ""),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n", ""),
 }
 
 
-@pytest.mark.parametrize("what", WHAT)
-def test_a_message_says_what_a_file_is(what: str) -> None:
-    line = refused(WHAT[what])
-    assert what in line and line == refused(WHAT[what])
+@pytest.mark.parametrize("what", BAD)
+def test_a_message_says_what_a_file_is(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no program is run: PIL would run Ghostscript for PostScript."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    data, says = BAD[what]
+    line = refused(data)
+    assert says in line and line == refused(data)
     assert "0x7" not in line and "\n" not in line and len(line) < 200
+    assert not (tmp_path / "ran").exists()
 
 
 def test_libraries_write_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:

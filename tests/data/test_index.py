@@ -14,6 +14,7 @@ import pytest
 
 from tests.data.test_tars import archive
 from tests.helpers.image_folders import as_shards
+from tests.helpers.planted import put
 from tests.helpers.privileges import permissions_count
 from tests.helpers.refusals import named, refused
 from trainer import cli
@@ -32,7 +33,6 @@ from trainer.data.sources import open_records
 
 @pytest.fixture(autouse=True)
 def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of indexes in the cache of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return index.index_folder(None)
 
@@ -45,18 +45,14 @@ def facts(records: Records) -> Any:
 
 def large_table(root: Path, label: str = "c{}") -> Path:
     """A table of 10,000 images, of which one is there, and one more that it doesn't name."""
-    (root / "i").mkdir(parents=True, exist_ok=True)
-    for name in ("7.png", "more.png"):
-        (root / "i" / name).write_bytes(b"x")
+    put(root, "i/7.png", "i/more.png", content=b"x")
     rows = (f"i/{number}.png,{label.format(number % 3)}\n" for number in range(10_000))
     (root / "train.csv").write_text("path,label\n" + "".join(rows))
     return root / "train.csv"
 
 
 def large_coco(root: Path) -> Path:
-    (root / "annotations").mkdir(parents=True)
-    (root / "train").mkdir()
-    (root / "train" / "more.png").write_bytes(b"x")
+    put(root, "train/more.png", content=b"x")
     numbers = range(10_001)
     told: dict[str, Any] = {
         "categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": "dog", "difficult": 1}],
@@ -66,8 +62,7 @@ def large_coco(root: Path) -> Path:
             for n in numbers
         ],
     }
-    (root / "annotations" / "instances_train.json").write_text(json.dumps(told))
-    return root
+    return put(root, "annotations/instances_train.json", content=json.dumps(told).encode())
 
 
 def broken(*_: object, **__: object) -> None:
@@ -88,9 +83,7 @@ def test_a_large_table_is_read_once(tmp_path: Path, indexes: Path, monkeypatch: 
     assert in_table(table, several, indexes).classes == ("a", "x0", "x1", "x2")
 
 
-def test_many_images_of_coco_are_read_once(
-    tmp_path: Path, indexes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_coco_is_read_once(tmp_path: Path, indexes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = large_coco(tmp_path / "d")
     plain, made = CocoPictures(root, "train", "fail"), CocoPictures(root, "train", "fail", indexes=indexes)
     assert sorted(each.count for each in plain.left_out) == [1, 1, 1]
@@ -104,17 +97,7 @@ def test_many_images_of_coco_are_read_once(
         assert (one.fingerprint(), one.remarks(False)) == (plain.fingerprint(), plain.remarks(False))
 
 
-def changed_in_place(shard: Path) -> None:
-    """Another byte of its last image, in a file of the same size and time."""
-    data, facts = bytearray(shard.read_bytes()), shard.stat()
-    data[data.rindex(b"\xff\xd8\xff") + 20] ^= 1
-    shard.write_bytes(data)
-    os.utime(shard, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-
-
-def test_local_shards_need_no_index_beside_them(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_without_index(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d" / "train").mkdir(parents=True)
     folder = as_shards(photographs, tmp_path / "d" / "train")
     config = DataConfig(name="shards", path=tmp_path / "d")
@@ -131,7 +114,11 @@ def test_local_shards_need_no_index_beside_them(
         patch.setattr(tar_shards, "members", broken)
         again = open_records(config, tmp_path / "d", "train")
         assert facts(again) == facts(found)
-    changed_in_place(folder / "000.tar")
+    shard = folder / "000.tar"  # with another byte of its last image, and of the same size and time
+    data, before = bytearray(shard.read_bytes()), shard.stat()
+    data[data.rindex(b"\xff\xd8\xff") + 20] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     other = open_records(config, tmp_path / "d", "train")
     assert other.fingerprint() != expected.fingerprint() and other.read(6) != last
     (folder / "001.tar").unlink()
@@ -141,8 +128,7 @@ def test_local_shards_need_no_index_beside_them(
 def test_sets_with_shards_of_one_name_size_and_time_are_told_apart(tmp_path: Path, indexes: Path) -> None:
     made = []
     for label in ("one", "two"):
-        (tmp_path / label).mkdir()
-        (tmp_path / label / "0.tar").write_bytes(archive(("a.cls", label.encode()), ("a.png", b"x")))
+        put(tmp_path, f"{label}/0.tar", content=archive(("a.cls", label.encode()), ("a.png", b"x")))
         os.utime(tmp_path / label / "0.tar", ns=(0, 0))
         made.append(in_tars(tmp_path / label, indexes).classes)
     assert made == [("one",), ("two",)]
@@ -174,9 +160,8 @@ def test_an_index_is_made_again_where_it_is_damaged(tmp_path: Path) -> None:
 
 
 def photographs_of(folder: Path, count: int) -> Path:
-    (folder / "a").mkdir(parents=True)
     for number in range(count):
-        (folder / "a" / f"{number}.png").write_bytes(b"%d" % number * 9)
+        put(folder, f"a/{number}.png", content=b"%d" % number * 9)
     return folder
 
 
@@ -203,7 +188,7 @@ def test_reading_compares_with_hashes_and_adds_them(tmp_path: Path) -> None:
     assert other.keep_hashes(tmp_path / "i") is None and other.read(seen), "of another size, it isn't one"
 
 
-def test_every_sample_of_loose_files_is_verified(
+def test_all_loose_files_are_verified(
     photographs: Path, tmp_path: Path, indexes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, count = tmp_path / "d", len(in_folder(photographs))
@@ -239,16 +224,16 @@ def test_a_full_cache_holds_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_read_only_data_have_an_index(tmp_path: Path, indexes: Path) -> None:
     table = large_table(tmp_path / "d")
-    folders = [photographs_of(tmp_path / "d" / "f", 3) / "a", tmp_path / "d" / "f", tmp_path / "d"]
-    for folder in folders:
+    files = photographs_of(tmp_path / "d" / "f", 3)
+    for folder in (files / "a", files, tmp_path / "d"):
         folder.chmod(0o555)
     with permissions_count():
         with pytest.raises(PermissionError):
             (tmp_path / "d" / "x").touch()
         in_table(table, indexes=indexes)
-        records = in_folder(tmp_path / "d" / "f")
+        records = in_folder(files)
         assert records.keep_hashes(None, make=True) and records.read(1)
-    for folder in folders[::-1]:
+    for folder in (tmp_path / "d", files, files / "a"):
         folder.chmod(0o755)
     assert sorted(file.suffix for file in indexes.iterdir()) == [".hashes", ".index"]
 
@@ -278,9 +263,7 @@ def test_two_starters_make_one_index(photographs: Path, tmp_path: Path, indexes:
     assert index.known_hashes(next(indexes.glob("*.hashes"))) == 20
 
 
-def test_hosts_share_an_index_wherever_the_data_are_mounted(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_share_an_index(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, found = tmp_path / "shared", []
     (tmp_path / "a" / "t").mkdir(parents=True)
     as_shards(photographs, tmp_path / "a" / "t")

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
+from tests.helpers.batches import frozen
 from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
@@ -25,25 +27,28 @@ from trainer.tasks.custom import CustomTask
 from trainer.train.components.loading import choose_loading
 
 
-class Points(torch.utils.data.Dataset[Any]):
-    """Points that are moved by what each of the three generators gives."""
-
-    def __init__(self, count: int = 21) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
+class Bad:
+    def __init__(self, item: Callable[[int], Any], length: Any = 5) -> None:
+        self.item, self.length = item, length
 
     def __getitem__(self, sample: int) -> Any:
-        noise = torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))])
-        return {"x": torch.full((3,), float(sample)) + noise, "y": sample % 2, "number": sample}
+        return self.item(sample)
+
+    def __len__(self) -> int:
+        return int(self.length)
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def points(count: int = 21) -> Bad:
+    return Bad(lambda n: {"x": torch.full((3,), n) + torch.tensor(drawn()), "y": n % 2, "number": n}, count)
 
 
 class Task:
-    """Two classes of points."""
-
     def data(self) -> Any:
-        return Points(), Points(10)
+        return points(), points(10)
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 2))
@@ -62,25 +67,18 @@ def task_of(**methods: Any) -> CustomTask:
 def recipe_of(**data: Any) -> Recipe:
     sizes: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "eval_batch_size": 4}
     sizes |= {"start_method": "fork"}  # other tests may have left threads, and these classes can't be sent
-    return make_recipe(
-        epochs=3, task="own", data={**sizes, **data}, parallel={"threads": 1, "reduction": "tree"}
-    )
+    parallel = {"threads": 1, "reduction": "tree"}
+    return make_recipe(epochs=3, task="own", data={**sizes, **data}, parallel=parallel)
 
 
-def batches_of(workers: int, first: int = 0, **methods: Any) -> list[dict[str, torch.Tensor]]:
+def batches_of(workers: int, first: int = 0, **methods: Any) -> list[list[bytes]]:
     run = build_alone(recipe_of(workers=workers), task_of(**methods))
+    held = run.evaluation_share.batches()
+    batches = chain(run.loader(run.share.batches()[first:]), run.evaluation_loader(held))
     try:
-        numbers = run.share.batches()[first:]
-        batches = [{n: t.clone() for n, t in b.fields.items()} for b in run.loader(numbers)]
-        held = run.evaluation_share.batches()
-        return batches + [{n: t.clone() for n, t in b.fields.items()} for b in run.evaluation_loader(held)]
+        return [frozen(batch) for batch in batches]
     finally:
         run.close()
-
-
-def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
-    pairs = list(zip(one, other, strict=True))
-    return all(a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a) for a, b in pairs)
 
 
 def flip(sample: dict[str, Any]) -> dict[str, Any]:
@@ -104,20 +102,20 @@ def test_workers_and_the_place_to_begin_change_no_bit(kind: str) -> None:
     torch.manual_seed(5)  # whatever was drawn before
     random.seed(1)
     np.random.seed(2)
-    assert same(batches_of(2, **KINDS[kind]), whole)
-    assert same(batches_of(0, 5, **KINDS[kind]), whole[5:])
+    assert batches_of(2, **KINDS[kind]) == whole
+    assert batches_of(0, 5, **KINDS[kind]) == whole[5:]
 
 
 def test_reading_without_workers_leaves_the_generators_as_they_are() -> None:
     run = build_alone(recipe_of(workers=0), task_of())
-    drawn = []
+    found = []
     for numbers in (run.share.batches(), range(0)):
         random.seed(3)
         np.random.seed(3)
         torch.manual_seed(3)
         list(run.loader(numbers))
-        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
-    assert drawn[0] == drawn[1]
+        found.append(drawn())
+    assert found[0] == found[1]
 
 
 def test_each_sample_and_each_epoch_draws_otherwise_and_the_evaluation_alike() -> None:
@@ -145,17 +143,6 @@ def test_tuples_are_fields_by_number_and_a_fingerprint_tells_data_apart() -> Non
     assert ItemDataset(TensorDataset(x + 1, torch.arange(4)), "training").fingerprint() != one.fingerprint()
 
 
-class Bad:
-    def __init__(self, item: Callable[[int], Any], length: Any = 5) -> None:
-        self.item, self.length = item, length
-
-    def __getitem__(self, sample: int) -> Any:
-        return self.item(sample)
-
-    def __len__(self) -> int:
-        return int(self.length)
-
-
 class NoLength(torch.utils.data.Dataset[Any]):
     def __getitem__(self, sample: int) -> Any:
         return {"x": np.zeros(3)}
@@ -175,12 +162,12 @@ FRESH = np.random.default_rng(0)
 
 
 def data_of(item: Callable[[int], Any], length: Any = 5) -> dict[str, Any]:
-    return {"data": lambda _: (Bad(item, length), Points())}
+    return {"data": lambda _: (Bad(item, length), points())}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"data": lambda _: (NoLength(), Points())}, "training NoLength __len__"),
-    ({"data": lambda _: (Points(), Stream())}, "evaluation Stream IterableDataset"),
+    ({"data": lambda _: (NoLength(), points())}, "training NoLength __len__"),
+    ({"data": lambda _: (points(), Stream())}, "evaluation Stream IterableDataset"),
     (data_of(lambda i: {"x": i}, 0), "training Bad samples"),
     (data_of(broken), f"training Bad[0]: {PLACE} __getitem__ OSError: 0.png"),
     (data_of(lambda i: {"x": np.float32(i) if i else i}), "'x' float32 4 int64"),
@@ -225,14 +212,9 @@ def test_a_file_that_would_shadow_a_module_in_a_worker_is_refused(tmp_path: Path
 
 
 def test_by_default_there_are_no_workers_that_could_not_import_it(tmp_path: Path) -> None:
-    """As of a class in a notebook's cell: one line says so; asked for, they are refused."""
     (tmp_path / "mine.v2.py").write_text("def mine(sample):\n    return sample")
     mine, limits = run_file(tmp_path / "mine.v2.py").mine, Limits(8, 1 << 36, 1 << 30, None)
-    for keys, some, told in (
-        ({}, False, True),
-        ({"start_method": "fork"}, True, False),
-        ({"workers": 2}, True, False),
-    ):
+    for keys in ({}, {"start_method": "fork"}, {"workers": 2}):
         task = task_of(transforms=lambda _: mine)
         chosen = choose_loading(recipe_of(**{"start_method": "spawn", **keys}), task, limits, 1)
-        assert (chosen.setting.workers > 0, "mine" in chosen.line) == (some, told)
+        assert (chosen.setting.workers > 0, "mine" in chosen.line) == (bool(keys), not keys), keys

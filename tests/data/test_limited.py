@@ -2,13 +2,15 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from tests.data.test_arrow import png, write
+from tests.data.test_arrow import pictures, write
 from tests.data.test_coco import told, written
 from tests.data.test_tokens import token_file
+from tests.helpers.batches import arrays_of
 from tests.helpers.image_folders import opened
 from trainer.config.recipe_file import load_recipe
 from trainer.data.builtin.boxes import DigitsCanvas, SyntheticPictures
@@ -25,8 +27,6 @@ from trainer.train.components.task import check_request, data_of, make_task
 
 
 class Torn(ArrayDataset):
-    """Of which a sample can't be decoded."""
-
     def read(self, samples: Any, random: Any, out: Any) -> Any:
         super().read(samples, random, out)
         return [Bad(9, "there", "why")]
@@ -34,9 +34,8 @@ class Torn(ArrayDataset):
 
 def test_it_reads_evenly_spaced_samples_and_numbers_them_anew() -> None:
     few = LimitedDataset(Torn({"x": np.arange(10)}), np.array([0, 3, 6, 9]))
-    out = {"x": np.zeros(2, np.int64)}
-    assert [bad.sample for bad in few.read(np.array([0, 3]), None, out)] == [3]
-    assert out["x"].tolist() == [0, 9]
+    out, bad = arrays_of(few, [0, 3])
+    assert ([one.sample for one in bad], out["x"].tolist()) == ([3], [0, 9])
     assert few.arrays is not None and few.arrays["x"].tolist() == [0, 3, 6, 9]
 
 
@@ -50,8 +49,7 @@ def test_of_a_task() -> None:
 
 
 def _hf(root: Path) -> Dataset:
-    images = [{"bytes": png(20 * n), "path": None} for n in range(9)]
-    folder = write(root / "train", {"image": images, "label": [n % 2 for n in range(9)]})
+    folder = write(root / "train", pictures(9))
     return ImageDataset(ArrowImages(folder, "image", "label"), 8, random_crop=False)
 
 
@@ -86,14 +84,13 @@ MAKERS: dict[str, Any] = {
 
 
 def batch(data: Dataset, samples: Any) -> dict[str, bytes]:
-    out = {name: np.zeros((len(samples), *field.shape), field.dtype) for name, field in data.fields.items()}
-    assert not data.read(np.asarray(samples), None, out)
+    out, bad = arrays_of(data, samples)
+    assert not bad
     return {name: array.tobytes() for name, array in out.items()}
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_of_every_format(kind: str, tmp_path: Path, photographs: Path) -> None:
-    """The same bits for the same samples, and files that are looked up as those of the whole are."""
     make = MAKERS[kind]
     whole = make(tmp_path, photographs) if kind in _FILES else make(tmp_path)
     count = min(4, len(whole) - 1)
@@ -119,14 +116,6 @@ _FILES = ("folder", "csv", "shards", "raw")
 def test_a_mosaic_is_of_the_few() -> None:
     whole = BoxedImages(DigitsCanvas(0, 40), 96, 8, BoxAugment(mosaic=1.0))
     few: Any = limited(whole, 3)
-    read = list[int]()
-    inner = few.pictures.read
-
-    def noted(sample: int) -> Any:
-        read.append(sample)
-        return inner(sample)
-
-    few.pictures.read = noted
-    out = {name: np.zeros((1, *field.shape), field.dtype) for name, field in few.fields.items()}
-    few.read(np.array([0]), np.full((1, few.uniforms), 0.9, np.float32), out)
-    assert read == [2, 2, 2, 0]
+    few.pictures.read = mock.Mock(wraps=few.pictures.read)
+    arrays_of(few, [0], 0.9)
+    assert few.pictures.read.mock_calls == [mock.call(sample) for sample in (2, 2, 2, 0)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
 from tests.helpers.refusals import named, refused
 from tests.helpers.waiting import until, until_gone
 from trainer.config.data import DataConfig, LoaderConfig
+from trainer.data.batch import Batch
 from trainer.data.dataset import Arrays, Field
 from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.sources import load_images
@@ -47,10 +49,8 @@ def test_workers_that_are_not_forked_get_the_memory() -> None:
     what = source(Numbers(20))
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    loader, before = (
-        RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")),
-        threading.active_count(),
-    )
+    loader = RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver"))
+    before = threading.active_count()
     assert read_all(loader, batches) == expected
     loader.close()
     until(lambda: threading.active_count() <= before)  # a process with other threads forks no workers
@@ -69,26 +69,19 @@ def ours() -> set[BaseProcess]:
     return set(multiprocessing.active_children())
 
 
-def test_no_worker_outlives_close() -> None:
-    before, what = ours(), source(Numbers(200))
-    loader = RingLoader(what, CPU, 2, FORK)
-    next(loader(what.share.batches()))
-    assert len(ours() - before) == 2
-    loader.close()
-    until(lambda: ours() <= before)
-
-
-def test_no_thread_outlives_close() -> None:
-    """By chance one in six did, and a second `fit` of the process could fork no workers."""
-    before, what = threading.active_count(), source(Numbers(200))
+def test_no_thread_and_no_worker_outlives_close() -> None:
+    """By chance one thread in six did, and a second `fit` of the process could fork no workers."""
+    before, threads, what = ours(), threading.active_count(), source(Numbers(200))
     for _ in range(20):
         loader = RingLoader(what, CPU, 2, FORK)
         next(loader(what.share.batches()))
+        assert len(ours() - before) == 2
         loader.close()
-        assert threading.active_count() == before
+        assert threading.active_count() == threads
+        until(lambda: ours() <= before)
 
 
-def worker_of(what: Source) -> tuple[RingLoader, BaseProcess]:
+def worker_of(what: Source) -> tuple[RingLoader, Any]:
     before = ours()
     loader = RingLoader(what, CPU, 1, FORK)
     (worker,) = ours() - before
@@ -98,7 +91,6 @@ def worker_of(what: Source) -> tuple[RingLoader, BaseProcess]:
 def test_a_worker_that_was_killed_is_one_line() -> None:
     what = source(Numbers(20))
     loader, worker = worker_of(what)
-    assert worker.pid is not None
     with pytest.raises(RuntimeError) as raised:  # wherever this process is then
         os.kill(worker.pid, signal.SIGKILL)
         while True:
@@ -113,10 +105,8 @@ def test_a_worker_that_was_killed_is_one_line() -> None:
 
 
 def test_a_signal_to_every_process_of_a_job_ends_no_worker() -> None:
-    """As of scancel: the rank needs its workers up to the step after which it saves a checkpoint."""
     what = source(Numbers(200))
     loader, worker = worker_of(what)
-    assert worker.pid is not None
     expected = [frozen(batch) for batch in loader(what.share.batches())]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(worker.pid, number)
@@ -127,7 +117,6 @@ def test_a_signal_to_every_process_of_a_job_ends_no_worker() -> None:
 
 
 def test_a_batch_in_use_is_not_overwritten() -> None:
-    """With the fewest slots and fast workers: each batch is compared long after the next were asked for."""
     what = source(Numbers(400))
     batches = what.share.batches()
     expected = iter(read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches))
@@ -151,19 +140,10 @@ def test_bad_data_is_one_line(workers: int) -> None:
         read_all(RingLoader(what, CPU, workers, FORK), what.share.batches())
 
 
-class Wide(Numbers):
-    """Samples of a MiB each."""
-
-    def __init__(self) -> None:
-        super().__init__(16)
-        self.fields = {**self.fields, "big": Field((1 << 20,), np.dtype(np.uint8))}
-
-
 def shared_memory() -> dict[str, int]:
     """Bytes of this process's maps of /dev/shm, by address."""
-    spans = [
-        line.split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line
-    ]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split("-") for line in lines if "/dev/shm" in line]
     return {begin: int(end.split()[0], 16) - int(begin, 16) for begin, end, *_ in spans}
 
 
@@ -171,7 +151,9 @@ def shared_memory() -> dict[str, int]:
 def test_batches_take_nothing_of_dev_shm() -> None:
     """Which may have 64 kB: only the semaphores of the workers' queues lie there."""
     gc.collect()  # those of loaders before
-    what, before = source(Wide()), shared_memory()
+    wide = Numbers(16)
+    wide.fields["big"] = Field((1 << 20,), np.dtype(np.uint8))  # samples of a MiB each
+    what, before = source(wide), shared_memory()
     loader = RingLoader(what, CPU, 2, LoaderConfig(prefetch=4, start_method="fork"))
     batch = next(loader(what.share.batches()))
     sizes = [size for begin, size in shared_memory().items() if begin not in before]
@@ -184,41 +166,30 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
     assert spec is not None and spec.submodule_search_locations
     file = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     theirs, ours, rows = np.loadtxt(file, np.int64, delimiter=","), load_images(DataConfig(), 0), list[Any]()
-    for part, count in ((ours.train.arrays, 1437), (ours.evaluation.arrays, 360)):
-        assert part is not None and len(part["label"]) == count
-        image: Any = part["image"]
-        pixels = (image[..., 0] / 15).reshape(-1, 64).round().astype(np.int64)
-        rows += np.column_stack((pixels, part["label"])).tolist()
+    for part, count in ((ours.train, 1437), (ours.evaluation, 360)):
+        arrays: Any = part.arrays
+        pixels = (arrays["image"][..., 0] / 15).reshape(count, 64).round().astype(np.int64)
+        rows += np.column_stack((pixels, arrays["label"])).tolist()
     assert sorted(rows) == sorted(theirs.tolist())
 
 
-class Clocks:
-    """Three clocks that go on only when they are told to; and the data set that tells them."""
-
-    def __init__(self) -> None:
-        self.wall = self.cpu = self.queued = 0
-        self.perf_counter_ns = lambda: self.wall
-        self.thread_time_ns = lambda: self.cpu
-
-
 class Timed(Numbers):
-    def __init__(self, clocks: Clocks) -> None:
-        super().__init__(40)
-        self.clocks = clocks
+    """Whose clocks go on only while it is read, 20 ms for each micro-batch."""
+
+    wall = 0
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
         super().read(samples, random, out)
-        self.clocks.wall += 20_000_000
-        self.clocks.cpu += 5_000_000
-        self.clocks.queued += 3_000_000
+        self.wall += 20_000_000
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_workers_do_with_their_time_is_told(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = Clocks()
-    monkeypatch.setattr("trainer.data.workers.time", clocks)
-    monkeypatch.setattr("trainer.data.workers.queued_ns", lambda: clocks.queued)
-    loader = RingLoader(source(Timed(clocks)), CPU, workers, FORK)
+    data = Timed(40)
+    clocks = {"perf_counter_ns": lambda: data.wall, "thread_time_ns": lambda: data.wall // 4}
+    monkeypatch.setattr("trainer.data.workers.time", SimpleNamespace(**clocks))
+    monkeypatch.setattr("trainer.data.workers.queued_ns", lambda: data.wall * 3 // 20)
+    loader = RingLoader(source(data), CPU, workers, FORK)
     for _ in loader(range(5)):
         pass
     figures = loader.take_work()
@@ -280,13 +251,26 @@ def test_a_worker_of_a_forkserver_ends_with_its_rank() -> None:
     assert len(gone_with(_rank_with_a_loader)) > 1
 
 
-@pytest.mark.parametrize(
-    ("number", "names"), [(errno.ENOSPC, "/dev/shm data.workers=0"), (errno.EMFILE, "ulimit -n")]
-)
-def test_workers_that_cannot_be_started_name_the_resource(
-    number: int, names: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+def test_the_resource_workers_lack_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
     monkeypatch.setattr("multiprocessing.context.BaseContext.Queue", failing)
-    with refused("data.workers=2", names):
+    with refused("data.workers=2", "ulimit -n" if number == errno.EMFILE else "/dev/shm data.workers=0"):
         RingLoader(source(Numbers(20)), CPU, 2, FORK)
+
+
+def test_a_batch_gives_its_fields_by_name_and_counts_samples() -> None:
+    one = Batch({"x": torch.arange(6.0).view(3, 2), "label": torch.arange(3)}, torch.ones(3), None, 6, 2)
+    assert one["x"] is one.fields["x"] and "label" in one and "y" not in one and 0 not in one
+    assert len(one) == 3
+    assert [*one.keys()] == ["x", "label"] and dict(**one)["label"].tolist() == [0, 1, 2]
+    assert (one.num_items, one.longest) == (6, 2)
+    with pytest.raises(KeyError, match=r"y.*'x', 'label'"):
+        one["y"]
+    with pytest.raises(TypeError):  # it would give names
+        _, _ = one  # type: ignore[misc]
+
+    def call(given: Batch) -> torch.Tensor:
+        return given["x"].sum() * len(given) + given.fields["x"].sum()
+
+    assert torch.compile(call, backend="eager", fullgraph=True)(one).item() == 60

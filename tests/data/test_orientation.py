@@ -15,7 +15,8 @@ from torchvision.transforms import v2
 
 from tests.data.test_arrow import FEATURES, write as write_arrow
 from tests.data.test_decode_alike import exif
-from tests.helpers.image_folders import encoded
+from tests.helpers.batches import arrays_of
+from tests.helpers.image_folders import SIDE, encoded
 from tests.helpers.refusals import named, refused
 from trainer.commands.predict.images import as_evaluated
 from trainer.config.data import DataConfig
@@ -27,8 +28,6 @@ from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.sources import load_images
-
-SIDE = 32
 
 
 def photograph(number: int) -> bytes:
@@ -50,9 +49,7 @@ def photographs(tmp_path: Path) -> Path:
 
 def evaluated(**data: Any) -> tuple[npt.NDArray[np.uint8], str]:
     dataset = load_images(DataConfig(image_size=SIDE, **data), 0).evaluation
-    out = {name: np.zeros((len(dataset), *f.shape), f.dtype) for name, f in dataset.fields.items()}
-    dataset.read(np.arange(len(dataset)), None, out)
-    return out["image"], dataset.fingerprint()
+    return arrays_of(dataset)[0]["image"], dataset.fingerprint()
 
 
 def packed(folder: Path, target: Path, upright: bool, settings: PackSettings) -> Path:
@@ -63,9 +60,7 @@ def packed(folder: Path, target: Path, upright: bool, settings: PackSettings) ->
     return target
 
 
-def test_the_key_is_followed_by_each_format_and_is_in_the_fingerprint(
-    photographs: Path, tmp_path: Path
-) -> None:
+def test_each_format_follows_the_key_and_has_it_in_the_fingerprint(photographs: Path, tmp_path: Path) -> None:
     stored, mark = evaluated(name="folder", path=photographs)
     upright, other = evaluated(name="folder", path=photographs, exif_orientation="apply")
     assert mark == in_folder(photographs / "val").fingerprint() == other.removesuffix(" upright") != other
@@ -81,9 +76,8 @@ def test_the_key_is_followed_by_each_format_and_is_in_the_fingerprint(
     for name, upright_too, settings, expected in cases:
         path = packed(photographs, tmp_path / name, upright_too, settings)
         assert np.array_equal(evaluated(name="pack", path=path)[0], expected), name
-    assert np.array_equal(
-        evaluated(name="pack", path=tmp_path / "copied", exif_orientation="ignore")[0], stored
-    )
+    ignored, _ = evaluated(name="pack", path=tmp_path / "copied", exif_orientation="ignore")
+    assert np.array_equal(ignored, stored)
     for name, key in (("pixels", "ignore"), ("pixels as stored", "apply")):
         with refused(tmp_path / name, "data.exif_orientation"):
             evaluated(name="pack", path=tmp_path / name, exif_orientation=key)
@@ -91,10 +85,8 @@ def test_the_key_is_followed_by_each_format_and_is_in_the_fingerprint(
 
 def test_hugging_face_s_images_are_turned_unless_they_are_not_to_be(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    rows = {
-        "image": [{"bytes": photograph(number), "path": None} for number in range(8)],
-        "label": [number % 2 for number in range(8)],
-    }
+    images = [{"bytes": photograph(number), "path": None} for number in range(8)]
+    rows = {"image": images, "label": [number % 2 for number in range(8)]}
     for part in ("train", "test"):
         write_arrow(tmp_path / part, rows, FEATURES, files=1)
     found, _ = evaluated(name="hf", path=tmp_path)
@@ -107,9 +99,7 @@ def test_hugging_face_s_images_are_turned_unless_they_are_not_to_be(tmp_path: Pa
         assert np.array_equal(found[number], plain[number]) is (number == 0)
 
 
-@pytest.mark.parametrize(
-    ("key", "part"), [("apply", 0.875), ("ignore", 0.875), ("apply", 0.5), ("apply", 1.0)]
-)
+@pytest.mark.parametrize(("key", "part"), [("apply", 0.875), ("ignore", 0.875), ("apply", 0.5), ("apply", 1)])
 def test_a_file_is_predicted_as_it_was_evaluated(key: str, part: float, photographs: Path) -> None:
     keys: Any = {"name": "folder", "path": photographs, "exif_orientation": key, "eval_crop": part}
     found, _ = evaluated(**keys)
@@ -146,7 +136,7 @@ def test_coco_says_when_exif_is_why_sizes_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("orientation", "warned"), [(1, False), (3, True), (6, True)])
-def test_boxes_of_turned_images_are_warned_of(
+def test_turned_boxes(
     orientation: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, marks = coco(tmp_path / "d", (40, 30), orientation), []

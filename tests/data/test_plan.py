@@ -1,8 +1,9 @@
 """Promise: the order is a pure function of (seed, epoch), for any number of ranks and from any start."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,13 @@ from trainer.commands.check.order import odd_order
 from trainer.config.data import Last
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
+from trainer.data.sampling.group_order import in_blocks
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
 from trainer.rng import Ints, key, permuted, uniforms
 from trainer.train.components.task import make_plan, make_task
 
 pytestmark = pytest.mark.compat
-
-lasts: st.SearchStrategy[Last] = st.sampled_from(("cross", "drop", "weighted"))
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda shards: sum(shards) > 0)
 
 
 def orders(size: int, epochs: int) -> Ints:
@@ -46,7 +47,6 @@ def test_every_size_up_to_the_border_of_the_two_ways_has_permutations() -> None:
 
 @pytest.mark.parametrize("size", [10, 1100])
 def test_positions_and_samples_are_independent(size: int) -> None:
-    """Pearson's chi-squared over (position, sample), and over neighbors, of many epochs."""
     order = orders(size, 1_000_000 // size)
     table = np.stack([np.bincount(order[:, position], minlength=size) for position in range(size)])
     steps = np.bincount(((order[:, 1:] - order[:, :-1]) % size).flatten(), minlength=size)[1:]
@@ -60,9 +60,8 @@ def test_the_order_never_changes_between_versions() -> None:
     assert permuted(0, first, positions, 8).tolist() == [2, 5, 7, 4, 6, 0, 1, 3]
     assert permuted(0, first, positions, 2000).tolist() == [1466, 957, 597, 75, 836, 1079, 1364, 1307]
     assert key(1, 2, 3) == 7702586659592502839
-    assert uniforms(0, np.zeros(1, np.int64), np.arange(1), 2).tolist() == [
-        [0.7678143382072449, 0.9997203350067139]
-    ]
+    (numbers,) = uniforms(0, np.zeros(1, np.int64), np.arange(1), 2).tolist()
+    assert numbers == [0.7678143382072449, 0.9997203350067139]
 
 
 def test_augmentation_numbers_are_uniform_and_keyed() -> None:
@@ -79,7 +78,7 @@ def test_augmentation_numbers_are_uniform_and_keyed() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    micro_batch_size, last = draw(st.integers(1, 4)), draw(lasts)
+    micro_batch_size, last = draw(st.integers(1, 4)), draw(st.sampled_from(get_args(Last)))
     global_batch_size = micro_batch_size * 4 * draw(st.integers(1, 4))
     samples = draw(st.integers(global_batch_size if last == "drop" else 1, 200))
     epochs, seed = draw(st.integers(1, 3)), draw(st.integers(0, 9))
@@ -125,9 +124,8 @@ def test_the_next_end_of_an_epoch_is_the_first_step_that_ends_one(plan: Plan, ep
         assert plan.next_epoch_end(done, epochs) == (ends[0] if ends else plan.steps + 1)
 
 
-@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
+@pytest.mark.parametrize("last", get_args(Last))
 def test_without_shuffling_samples_come_in_the_order_of_the_data(last: Last) -> None:
-    """In each epoch, over all ranks together, and so on: what a step has is what a plain loader gives."""
     data = {"global_batch_size": 8, "micro_batch_size": 4, "last_batch": last, "shuffle": False}
     recipe = make_recipe(epochs=2, data=data)
     plan = make_plan(recipe, make_task(recipe))
@@ -143,9 +141,7 @@ def test_what_draws_is_refused_without_shuffling() -> None:
 
 
 @given(samples=st.integers(1, 100), size=st.integers(1, 16), world=st.integers(1, 5))
-def test_evaluation_reads_each_sample_once_in_micro_batches_that_do_not_depend_on_the_world(
-    samples: int, size: int, world: int
-) -> None:
+def test_evaluation_reads_each_sample_once_in_any_world(samples: int, size: int, world: int) -> None:
     rows: dict[int, list[int]] = {}
     for rank in range(world):
         share = evaluation_share(samples, size, rank, world)
@@ -170,9 +166,50 @@ def test_what_does_not_divide_is_refused(make: Callable[[], object], names: str)
         make()
 
 
+def epoch_of(shards: Sequence[int], shards_per_block: int, seed: int = 0, epoch: int = 0) -> Ints:
+    total = sum(shards)
+    return in_blocks(seed, np.full(total, epoch), np.arange(total), tuple(shards), shards_per_block)
+
+
+@given(shards=SIZES, of_block=st.integers(1, 31), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+def test_a_stretch_needs_its_blocks_shards(shards: list[int], of_block: int, seed: int, epoch: int) -> None:
+    """Wherever one looks, what is needed from there on and was needed before is less than a block's."""
+    order = epoch_of(shards, of_block, seed, epoch)
+    assert np.array_equal(np.sort(order), np.arange(sum(shards)))
+    shard = np.repeat(np.arange(len(shards)), shards)[order]
+    places = [np.flatnonzero(shard == number) for number in set(shard.tolist())]
+    for position in range(len(order)):
+        assert sum(int(place[0]) <= position <= int(place[-1]) for place in places) <= of_block
+
+
+def test_shards_come_to_each_block_and_samples_to_each_place_equally_often() -> None:
+    """Chi-squared over many epochs: (shard, block), and (sample, place in its block)."""
+    epoch, position = np.divmod(np.arange(30_000), 30)
+    order = in_blocks(3, epoch, position, (5,) * 6, 2).reshape(-1, 30)
+    blocks = np.stack([np.bincount((order[:, at * 10 : at * 10 + 10] // 5).ravel()) for at in range(3)]) / 5
+    places = np.stack([np.bincount(order[:, at::10].ravel(), minlength=30) for at in range(10)])
+    assert_uniform(blocks, 2 * 5)
+    assert_uniform(places, 9 * 29)
+
+
+def test_the_order_in_blocks_never_changes_between_versions() -> None:
+    assert epoch_of([3, 0, 4, 2, 1], 2).tolist() == [2, 0, 9, 1, 5, 6, 3, 4, 8, 7]
+
+
+@given(plan=plans(), shards=SIZES, of_block=st.integers(1, 31))
+def test_a_plan_has_its_shards_order_in_every_epoch(plan: Plan, shards: list[int], of_block: int) -> None:
+    last = "cross" if sum(shards) < plan.global_batch_size else plan.last
+    plan = replace(plan, samples=sum(shards), last=last, shards=tuple(shards), shards_per_block=of_block)
+    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.micro_batches)))
+    for number in range(plan.epochs):
+        seen = sample[(epoch == number) & (weight > 0)]
+        expected = epoch_of(shards, of_block, plan.seed, number)
+        assert np.array_equal(seen, expected[: len(seen)])
+        assert plan.last == "drop" or len(seen) == plan.samples
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_few_samples_come_in_every_order_equally_often(size: int) -> None:
-    """Those of odd and of even parity, and whatever the shape of a grid would reach."""
     _, counts = np.unique(orders(size, 24_000), axis=0, return_counts=True)
     assert len(counts) == math.factorial(size)
     assert_uniform(counts, len(counts) - 1)

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from email.utils import format_datetime
 
 import pytest
@@ -27,9 +28,8 @@ NAME = "some #ä%20.bin"
 
 @pytest.fixture(scope="module", params=[Web, S3], ids=["https", "s3"])
 def started(request: pytest.FixtureRequest) -> Iterator[Server]:
-    server: Server = request.param({f"at/{NAME}": DATA, "at/empty": b""})
-    yield server
-    server.close()
+    with closing(request.param({f"at/{NAME}": DATA, "at/empty": b""})) as server:
+        yield server
 
 
 @pytest.fixture
@@ -87,14 +87,13 @@ def test_one_that_always_fails_is_named_with_what_to_check(server: Server, waits
     with refused(join(f"{server.url}/at", NAME), "503, 6"):
         got(server, size=20_000)
     assert (waits, server.app.asked.total()) == ([0.5, 1, 2, 4, 8], 6)
-
-
-@pytest.mark.parametrize(("fault", "names"), [("403", ""), ("401", "AWS_ACCESS_KEY_ID"), ("400", "")])
-def test_a_refusal_is_told_at_once(server: Server, fault: str, names: str, waits: list[float]) -> None:
-    server.app.faults[NAME] = iter([fault])
-    with refused(f"HTTP {fault}", names):
-        got(server, size=20_000)
-    assert (waits, server.app.asked.total()) == ([], 1)
+    for fault, names in (("403", ""), ("401", "AWS_ACCESS_KEY_ID"), ("400", "")):  # at once
+        waits.clear()
+        server.app.asked.clear()
+        server.app.faults[NAME] = iter([fault])
+        with refused(f"HTTP {fault}", names):
+            got(server, size=20_000)
+        assert (waits, server.app.asked.total()) == ([], 1), fault
 
 
 def test_a_length_that_differs_from_the_index_is_found(server: Server, waits: list[float]) -> None:
@@ -121,9 +120,7 @@ def test_a_silent_server_holds_nobody_for_ever(server: Server, monkeypatch: pyte
     ("fault", "names"),
     [("code RequestTimeTooSkewed", "RequestTimeTooSkewed UTC"), ("checksum", "FlexibleChecksumError")],
 )
-def test_an_endpoint_that_misbehaves_is_one_line(
-    bucket: S3, fault: str, names: str, size: int | None
-) -> None:
+def test_an_odd_endpoint_is_one_line(bucket: S3, fault: str, names: str, size: int | None) -> None:
     bucket.app.faults[NAME] = itertools.repeat(fault)
     with refused(names):
         got(bucket, size=size)
@@ -141,9 +138,8 @@ def test_more_than_was_asked_for_is_not_taken(bucket: S3, size: int | None) -> N
 
 @pytest.fixture
 def web() -> Iterator[Web]:
-    server = Web({f"at/{NAME}": DATA, "gone": DATA})
-    yield server
-    server.close()
+    with closing(Web({f"at/{NAME}": DATA, "gone": DATA})) as server:
+        yield server
 
 
 @pytest.mark.usefixtures("waits")
@@ -171,9 +167,7 @@ def test_a_signed_address_comes_as_it_was_signed(web: Web) -> None:
     assert web.app.wire == [address, address, f"/gone?{SIGNED}"]
 
 
-def test_a_server_that_says_how_long_to_wait_is_waited_for(
-    server: Server, waits: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wait_on_request(server: Server, waits: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     server.app.faults[NAME] = iter(["429 25", "503 60", "429 7"])
     assert got(server, size=20_000 if isinstance(server, S3) else len(DATA))[:20_000] == DATA[:20_000]
     assert waits == [25, 60, 7]
@@ -202,14 +196,13 @@ def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     """An instance's role, whose credentials last for an hour, in place of the environment's."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    web = Web({"latest/api/token": b"token", ROLE.removesuffix("role"): b"role"})
-    lasting(web, 60)
-    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", web.url)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setattr(access, "given", [])
-    yield web
-    web.close()
+    with closing(Web({"latest/api/token": b"token", ROLE.removesuffix("role"): b"role"})) as web:
+        lasting(web, 60)
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", web.url)
+        yield web
 
 
 def lasting(role: Web, minutes: int) -> None:
@@ -220,9 +213,8 @@ def lasting(role: Web, minutes: int) -> None:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[S3]:
-    server = S3({f"at/{NAME}": DATA})
-    yield server
-    server.close()
+    with closing(S3({f"at/{NAME}": DATA})) as server:
+        yield server
 
 
 def asked_for_role(role: Web) -> int:
@@ -245,9 +237,7 @@ def test_a_role_that_is_refused_once_is_asked_for_again(bucket: S3, role: Web, w
     assert (waits, asked_for_role(role)) == ([0.5], 2)
 
 
-def test_a_role_is_renewed_before_it_ends_and_kept_until_then(
-    bucket: S3, role: Web, waits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_renewed(bucket: S3, role: Web, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{role.url}/{ROLE}")
     lasting(role, 10)

@@ -1,6 +1,7 @@
 """Promise: from a server the batches are the same, and with a small cache a shard comes once an epoch."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ def about(pack: Path) -> About:
 
 @pytest.fixture
 def web(pack: Path) -> Iterator[Web]:
-    server = Web({f"some/where/{name}": data for name, data in files_below(pack).items()})
-    yield server
-    server.close()
+    with closing(Web({f"some/where/{name}": data for name, data in files_below(pack).items()})) as server:
+        yield server
 
 
 def config(path: object, **changes: Any) -> DataConfig:
@@ -56,12 +56,9 @@ def batches(what: DataConfig, workers: int, epochs: int = 2) -> Iterator[list[by
     shards, shards_per_block = order_of(data)
     plan = Plan(len(data), 8, 4, epochs, "cross", seed=5, shards=shards, shards_per_block=shards_per_block)
     wait_until_answered()
-    loader = RingLoader(Source(data, Share(plan), 4), CPU, workers, FORK, Quarantine("training", 0))
-    try:
-        for batch in loader(Share(plan).batches()):
-            yield frozen(batch)
-    finally:
-        loader.close()
+    source = Source(data, Share(plan), 4)
+    with closing(RingLoader(source, CPU, workers, FORK, Quarantine("training", 0))) as loader:
+        yield from map(frozen, loader(Share(plan).batches()))
 
 
 def test_batches_are_those_of_the_local_folder(web: Web, pack: Path, about: About, tmp_path: Path) -> None:
@@ -96,9 +93,7 @@ def test_a_limit_below_two_shards_names_the_smallest(web: Web, about: About, tmp
     load_images(remote(web, tmp_path, cache_limit=f"{smallest}B"), 0)
 
 
-def test_a_run_tells_its_order_so_that_a_resume_with_another_is_refused(
-    web: Web, pack: Path, about: About, tmp_path: Path
-) -> None:
+def test_a_resume_with_another_order_is_refused(web: Web, pack: Path, about: About, tmp_path: Path) -> None:
     orders = []
     limits = "1GB", f"{limit_for(about, 2)}B"
     for data in (config(pack), *(remote(web, tmp_path, cache_limit=limit) for limit in limits)):

@@ -1,27 +1,35 @@
-"""Contract of tables, CSV and Parquet: a label is a name or a whole number from 0 on, the same wherever it
-stands; what can't be meant is refused with its row, and what isn't there is counted.
-"""
+"""Contract of tables: labels are names or whole numbers; what can't be meant is refused with its row."""
 
 import datetime
 import decimal
 import io
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyarrow
 import pytest
+import torch
+from PIL import Image
 from pyarrow import parquet
+from torch.nn import functional as F
 
-from tests.helpers.image_folders import SIDE, opened, picture
+from tests.helpers.batches import arrays_of
+from tests.helpers.image_folders import SIDE, encoded, opened, picture
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig
+from trainer.config.tasks import RegularizationConfig
+from trainer.data.batch import Batch
 from trainer.data.check import CheckedData, check_data
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.labels import LabelError, label_of, numbered
 from trainer.data.formats.tables import in_table
 from trainer.data.sources import check_alike, load_images, more_images
+from trainer.tasks.classification import Classification
 
 DATE = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
 
@@ -56,12 +64,9 @@ LABELS: list[tuple[Any, str | None, str]] = [
 
 @pytest.mark.parametrize(("value", "text", "told"), LABELS)
 def test_names_and_whole_numbers_are_labels(value: Any, text: str | None, told: str) -> None:
-    if text is not None:
+    with nullcontext() if text else refused(told, by=LabelError) as raised:
         assert label_of(value) == text
-        return
-    with refused(told, by=LabelError) as raised:
-        label_of(value)
-    assert "\n" not in str(raised.value)
+    assert raised is None or "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +152,7 @@ def test_what_is_read_of_a_table(made: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_files_of_a_table_that_are_not_there_are_counted(
-    kind: str, photographs: Path, tmp_path: Path
-) -> None:
+def test_missing_files_are_counted(kind: str, photographs: Path, tmp_path: Path) -> None:
     def check(table: Any) -> None:
         check_data("fast", False, [CheckedData("training", ImageDataset(table, SIDE, random_crop=True), 0)])
 
@@ -174,19 +177,10 @@ def tables(root: Path, train: Sequence[tuple[str, Any]], val: Sequence[tuple[str
 
 @pytest.mark.parametrize(
     ("train", "val", "numbers"),
-    [
-        (["ant", "bee", "cat"], ["cat", "ant"], [2, 0]),
-        (range(0, 1344, 28), [1260], [1260]),
-        ([5, 100_000], [5, 5], [0, 0]),
-    ],
+    [("abc", "ca", [2, 0]), (range(0, 1344, 28), [1260], [1260]), ([5, 100_000], [5, 5], [0, 0])],
 )
-def test_val_is_numbered_by_the_names_of_train(
-    tmp_path: Path, train: Sequence[Any], val: Sequence[Any], numbers: list[int]
-) -> None:
-    rows = [
-        [(f"{part}{at}.jpg", each) for at, each in enumerate(one)] for part, one in (("t", train), ("v", val))
-    ]
-    data = tables(tmp_path, *rows)
+def test_val_has_the_numbers_of_train(tmp_path: Path, train: Any, val: Any, numbers: list[int]) -> None:
+    data = tables(tmp_path, *([(f"{n}{i}", x) for i, x in enumerate((train, val)[n])] for n in (0, 1)))
     assert data.evaluation.labels.tolist() == numbers
     assert [data.classes[number] for number in data.evaluation.labels] == [str(each) for each in val]
     assert named(data.notes, "val")
@@ -195,20 +189,19 @@ def test_val_is_numbered_by_the_names_of_train(
 def test_an_evaluation_set_is_numbered_by_the_names_of_train(tmp_path: Path) -> None:
     data = tables(tmp_path, [("a.jpg", "ant"), ("b.jpg", "bee")], [("c.jpg", "ant"), ("d.jpg", "bee")])
     config = DataConfig(name="table", path=tmp_path)
-    for label, numbers in (("bee", [1]), ("cat", None)):
-        (tmp_path / "more.csv").write_text(f"path,label\ne.jpg,{label}\n")
-        more, classes = more_images(config, "more", 0)
-        if numbers is None:
-            with refused("cat"):
-                check_alike(more, classes, data.evaluation, data.classes)
-        else:
+    for label in ("bee", "cat"):
+        more, classes = more_images(config, write(tmp_path, "more.csv", [f"e.jpg,{label}"]).stem, 0)
+        with refused("cat") if label == "cat" else nullcontext():
             check_alike(more, classes, data.evaluation, data.classes)
-            assert cast(Any, more).labels.tolist() == numbers
+            assert cast(Any, more).labels.tolist() == [1]
 
 
-def test_a_number_that_is_nobodys_label_is_no_class(tmp_path: Path) -> None:
-    (note,) = tables(tmp_path, [("a", 0), ("b", 2)], [("c", 0), ("d", 2)]).notes
-    assert named(note, "1 of 3 '1'")
+@pytest.mark.parametrize(
+    ("labels", "told"), [("02", "1 of 3 '1'"), (["a|b", "b"], "data.label_separator 1 2")]
+)
+def test_odd_classes_are_noted(labels: Sequence[str], told: str, tmp_path: Path) -> None:
+    (note,) = tables(tmp_path, [*zip("ab", labels, strict=True)], [*zip("cd", labels, strict=True)]).notes
+    assert named(note, told)
 
 
 def test_files_with_two_labels_and_files_of_both_parts_are_counted(tmp_path: Path) -> None:
@@ -238,14 +231,85 @@ def write(root: Path, name: str, rows: Sequence[str]) -> Path:
         ("i/a.jpg more/b.jpg", ["more/../i/a.jpg", "more/b.jpg"], {}, 0),
     ],
 )
-def test_images_that_no_table_names_are_counted(
-    files: str, train: list[str], others: dict[str, list[str]], count: int, tmp_path: Path
-) -> None:
-    root = tmp_path / "d"
-    for file in files.split():
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        picture().save(root / file, "JPEG")
+def test_unnamed_images(files: str, train: list[str], others: Any, count: int, tmp_path: Path) -> None:
+    root = put(tmp_path / "d", *files.split(), content=bytes(encoded(picture(), "JPEG")))
     for name, paths in others.items():
         write(root, name, [f"{path},a" for path in paths])
     found = in_table(write(root, "train.csv", [f"{path.format(root=root)},a" for path in train]))
     assert (sum(each.count for each in found.left_out), len(found)) == (count, len(train))
+
+
+TRAIN = ["cat|dog", "dog", "emu|cat", "", "dog | cat"]
+VAL = ["emu", "dog", "dog|emu"]
+CLASSES = ("cat", "dog", "emu")
+
+
+@pytest.fixture(params=["separator", "columns", "parquet", "parquet columns"])
+def data(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """The same images and classes, written in four ways."""
+    kind, pixels = cast(str, request.param), np.random.default_rng(0)
+    for part, rows in (("train", TRAIN), ("val", VAL)):
+        table: dict[str, list[Any]] = {"path": [f"{part}{number}.png" for number in range(len(rows))]}
+        for name in table["path"]:
+            Image.fromarray(pixels.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(tmp_path / name)
+        if "columns" in kind:
+            table |= {each: [int(each in row) for row in rows] for each in CLASSES}
+        else:
+            table["label"] = list(rows)
+        if "parquet" in kind:
+            parquet.write_table(pyarrow.table(table), tmp_path / f"{part}.parquet")
+        else:
+            lines = [",".join(map(str, row)) for row in (table, *zip(*table.values(), strict=True))]
+            (tmp_path / f"{part}.csv").write_text("\n".join(lines))
+    how: dict[str, Any] = {"label_columns": [*CLASSES]} if "columns" in kind else {"label_separator": "|"}
+    sizes = {"image_size": 8, "global_batch_size": 4, "micro_batch_size": 4, "workers": 0}
+    return {"name": "table", "path": tmp_path, **how, **sizes}
+
+
+def told(rows: Sequence[str]) -> list[list[int]]:
+    return [[int(name in row) for name in CLASSES] for row in rows]
+
+
+def test_each_class_of_an_image_is_a_one(data: dict[str, Any]) -> None:
+    images = load_images(DataConfig(**data), 0)
+    assert images.classes == CLASSES
+    for part, rows in ((images.train, TRAIN), (images.evaluation, VAL)):
+        assert arrays_of(part, random=0.5 if part.uniforms else None)[0]["label"].tolist() == told(rows)
+    assert named(images.notes, "cat val")
+
+
+def test_the_loss_is_the_binary_cross_entropy_of_a_sigmoid(data: dict[str, Any]) -> None:
+    def task_of(**keys: Any) -> Classification:
+        return Classification(DataConfig(**data), ModelConfig(), RegularizationConfig(**keys), 0)
+
+    task, label = task_of(), torch.tensor(told(TRAIN), dtype=torch.uint8)
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    model: Any = lambda image: logits[: len(image)]  # noqa: E731
+    fields = {"image": torch.zeros(5, 8, 8, 3, dtype=torch.uint8), "label": label}
+    found = task.measure(model, Batch(fields, torch.tensor([1.0, 1, 1, 1, 0]), None, 4))
+    wanted = F.binary_cross_entropy_with_logits(logits[:4], label[:4].float()) * 4
+    torch.testing.assert_close(found["loss"], wanted)
+    assert found["accuracy"] == ((logits.sigmoid() > 0.5) == label.bool()).all(1)[:4].sum()
+    fields["label"], logits[:] = torch.zeros_like(label), float("nan")
+    assert task.measure(model, Batch(fields, None, None, 5))["accuracy"] == 0
+    with refused("regularization.label_smoothing"):
+        task_of(label_smoothing=0.1)
+
+
+def test_the_fingerprint_tells_sets_of_classes_apart(tmp_path: Path) -> None:
+    seen, config = set[str](), DataConfig(name="table", path=tmp_path, label_separator="|")
+    write(tmp_path, "val.csv", ["v.png,a|b"])
+    for labels in ("a b a|b", "b a a|b", "a|b b a", "a|b b b", "a a b"):
+        write(tmp_path, "train.csv", [f"{n}.png,{label}" for n, label in enumerate(labels.split())])
+        seen.add(load_images(config, 0).train.fingerprint())
+    assert len(seen) == 5
+
+
+def test_what_is_neither_is_named(tmp_path: Path) -> None:
+    put(tmp_path, "train.csv", "val.csv", content=b"path,cat,dog\na.png,1,0\nb.png,1,2\n")
+    for column, names in (("dog", "line 3 dog 2"), ("emu", "emu")):
+        with refused(tmp_path / "train.csv", names):
+            load_images(DataConfig(name="table", path=tmp_path, label_columns=["cat", column]), 0)
+    for other in ({"name": "folder"}, {"label_columns": ["cat"]}, {"class_weights": "balanced"}):
+        with pytest.raises(ValueError, match=r"data\.label_separator"):
+            DataConfig.model_validate({"name": "table", "label_separator": "|", **other})

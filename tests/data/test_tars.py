@@ -5,13 +5,13 @@ import io
 import os
 import tarfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.batches import arrays_of
 from tests.helpers.image_folders import encoded, opened, picture
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.config.data import DataConfig
@@ -136,9 +136,8 @@ def test_labels_of_shards(tmp_path: Path) -> None:
 def test_what_lies_beside_shards_and_who_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("train", "val"):
         (tmp_path / part / "more").mkdir(parents=True)
-        for name in ("1.tgz", "._0.tar", "x.txt"):
-            (tmp_path / part / name).write_bytes(b"x")
-        (tmp_path / part / "0.TAR").write_bytes(BOTH)
+        put(tmp_path / part, "1.tgz", "._0.tar", "x.txt", content=b"x")
+        put(tmp_path / part, "0.TAR", content=BOTH)
     beside = "._0.tar 1.tgz more x.txt"
     for command in ("index", "index", "stats"):  # again: its own index is nothing that lies beside
         assert main(["data", command, str(tmp_path)]) == 0
@@ -155,22 +154,17 @@ def test_a_shard_that_came_after_the_index_is_counted(names: list[str], count: i
     (tmp_path / "0.tar").write_bytes(BOTH)
     index_shards(tmp_path)
     assert counted() == []
-    for name in [*names, "._1.tar", "notes.txt"]:
-        (tmp_path / name).write_bytes(BOTH)
+    put(tmp_path, *names, "._1.tar", "notes.txt", content=BOTH)
     assert counted() == [(count, names[0])]
     index_shards(tmp_path)
     assert ((count, names[0]) in counted()) == ("gz" in names[0]), "the new index knows a tar"
 
 
 def test_samples_with_two_labels_and_those_of_both_parts_are_counted(tmp_path: Path) -> None:
-    """By their content."""
-    for part, samples in (("train", ("1 0 a", "2 1 a", "3 1 b")), ("val", ("4 0 c", "5 1 b"))):
-        members = list[tuple[str, bytes]]()
-        for name, label, data in map(str.split, samples):
-            members += [(f"{name}.jpg", JPEG + data.encode()), (f"{name}.cls", label.encode())]
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "0.tar").write_bytes(archive(*members))
-        index_shards(tmp_path / part)
+    for part, samples in (("train", ("10a", "21a", "31b")), ("val", ("40c", "51b"))):  # name, label, content
+        images = [(f"{one[0]}.jpg", JPEG + one[2].encode()) for one in samples]
+        members = sorted(images + [(f"{one[0]}.cls", one[1].encode()) for one in samples])
+        index_shards(put(tmp_path / part, "0.tar", content=archive(*members)))
     labels, both = load_images(DataConfig(name="shards", path=tmp_path), 0).notes
     assert named(labels, "1 train 1.jpg") and named(both, "1 2 val 5.jpg")
 
@@ -187,23 +181,17 @@ def test_shards_that_are_not_there_are_counted(photographs: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["swapped", "zeros"])
 def test_what_was_written_anew_on_disk_at_the_same_size(tmp_path: Path, kind: str) -> None:
-    black, white = (
-        bytes(encoded(Image.new("L", (8, 8), value), "PNG", compress_level=0)) for value in (0, 255)
-    )
+    images = [bytes(encoded(Image.new("L", (8, 8), value), "PNG", compress_level=0)) for value in (0, 255)]
     right, swapped = (
         archive(("0.png", one), ("0.cls", b"0"), ("1.png", other), ("1.cls", b"1"))
-        for one, other in ((black, white), (white, black))
+        for one, other in (images, images[::-1])
     )
     for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "0.tar").write_bytes(right)
-        index_shards(tmp_path / part)
+        index_shards(put(tmp_path / part, "0.tar", content=right))
     (tmp_path / "train" / "0.tar").write_bytes(swapped if kind == "swapped" else bytes(len(right)))
     assert len(swapped) == len(right)
     config = DataConfig.model_validate({"name": "shards", "path": tmp_path, "image_size": 8})
-    data = load_images(config, 0).train
-    out: Any = {name: np.zeros((2, *field.shape), field.dtype) for name, field in data.fields.items()}
     with refused(tmp_path / "train" / "0.tar", ".png: changed"):
-        data.read(np.arange(2), np.full((2, data.uniforms), 0.5, np.float32), out)
+        arrays_of(load_images(config, 0).train, random=0.5)
     with refused(tmp_path / "train" / "0.tar", ".png: changed"):
         pack(in_shards(tmp_path / "train"), tmp_path / "pack", PackSettings())

@@ -1,6 +1,4 @@
-"""Promise: what `trainer data tokenize` writes is what the tokenizer says of each document as a whole, and is
-never half-written; what can't be tokenized is one line.
-"""
+"""Promise: `trainer data tokenize` writes what the tokenizer says of each whole document, and never half."""
 
 import json
 import multiprocessing
@@ -17,6 +15,7 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.batches import rows
 from tests.helpers.forked import replace
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.data.formats import encoders, tokenize as module
@@ -51,7 +50,6 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ids_of(bpe: Path, text: str) -> list[int]:
-    """What the library says of a text as a whole."""
     made = tokenizers.Tokenizer.from_file(str(bpe))
     made.no_truncation()
     made.no_padding()
@@ -61,21 +59,12 @@ def ids_of(bpe: Path, text: str) -> list[int]:
 
 def folder_of(root: Path, texts: dict[str, bytes]) -> Path:
     for name, text in texts.items():
-        path = os.path.join(os.fsencode(root / "text"), os.fsencode(name))  # noqa: PTH118
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-        Path(os.fsdecode(path)).write_bytes(text)
+        put(root / "text", name, content=text)
     return root / "text"
 
 
 def test_bytes_of_a_folder(tmp_path: Path) -> None:
-    texts = {
-        "b.txt": b"bb\xff",
-        "a/z.txt": b"z",
-        "a.txt": b"",
-        "x\udcff.txt": b"\0",
-        ".git/x": b"no",
-        ".y": b"n",
-    }
+    texts = {"b.txt": b"bb\xff", "a/z.txt": b"z", "a.txt": b"", "x\udcff": b"\0", ".git/x": b"n", ".y": b"n"}
     target = tmp_path / "made" / "here" / "train.bin"
     tokenize(folder_of(tmp_path, texts), target, "bytes")
     expected = [256, *b"z", 256, *b"bb\xff", 256, 0, 256]
@@ -94,7 +83,6 @@ WORDS = st.lists(st.sampled_from(PARTS), max_size=400).map("".join)
 
 @given(texts=st.lists(WORDS, min_size=1, max_size=4), piece=st.sampled_from([1, 5, 40]))
 def test_no_piece_changes_a_token(tmp_path: Path, bpe: Path, texts: list[str], piece: int) -> None:
-    """Pieces of a few characters, read from the disk in threes: as the library does the whole text."""
     shutil.rmtree(tmp_path / "text", ignore_errors=True)
     folder = folder_of(tmp_path, {str(number): text.encode() for number, text in enumerate(texts)})
     with pytest.MonkeyPatch.context() as patch:
@@ -131,8 +119,7 @@ def test_the_dtype_fits_the_vocabulary(tmp_path: Path, largest: int, dtype: str)
     (tmp_path / "x.txt").write_text("a")
     tokenize(tmp_path / "x.txt", tmp_path / "t.bin", f"bpe:{tmp_path / 't.json'}", end="end")
     about = read_about(tmp_path / "t.bin")
-    assert about is not None
-    assert (about.dtype, about.vocabulary) == (dtype, largest + 1)
+    assert about is not None and (about.dtype, about.vocabulary) == (dtype, largest + 1)
     assert np.fromfile(tmp_path / "t.bin", dtype).tolist() == [largest, 1]
 
 
@@ -161,7 +148,7 @@ def test_the_dtype_fits_the_vocabulary(tmp_path: Path, largest: int, dtype: str)
         ({"source": "links"}, "links/dead:"),
     ],
 )
-def test_what_cannot_be_tokenized_is_one_line(
+def test_what_cannot_be_tokenized(
     tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], names: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -170,18 +157,14 @@ def test_what_cannot_be_tokenized_is_one_line(
         Path(name).mkdir()
     Path("links/dead").symlink_to("nowhere")
     Path("cut").write_bytes(b"ab\xc3")
-    for name in ("old.bin", "half.bin.json"):
-        Path(name).write_text("old")
+    put(tmp_path, "old.bin", "half.bin.json", content=b"old")
     whole = json.loads(bpe.read_text())
     (added,) = whole["added_tokens"]
     known = {token: number for token, number in whole["model"]["vocab"].items() if token != "<|endoftext|>"}
     split = {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
-    for name, changes in {
-        "whole": {},
-        "none": {"added_tokens": [], "model": whole["model"] | {"vocab": known}},
-        "two": {"added_tokens": [added, added | {"id": 400, "content": "</s>"}]},
-        "regex": {"pre_tokenizer": split},
-    }.items():
+    kinds = {"whole": {}, "two": {"added_tokens": [added, added | {"id": 400, "content": "</s>"}]}}
+    kinds |= {"none": {"added_tokens": [], "model": whole["model"] | {"vocab": known}}}
+    for name, changes in {**kinds, "regex": {"pre_tokenizer": split}}.items():
         Path(f"more/{name}.json").write_text(json.dumps(whole | changes))
     Path("more/deep.json").write_bytes(b'{"model":' + b"[" * 1_000_000)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
@@ -204,12 +187,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 def _killed(folder: Path, after: str) -> None:
     if after == "chunk":
-        original = module._chunks
+        whole = module._chunks
 
         def chunks(*arguments: Any) -> Iterator[bytes]:
-            for chunk in original(*arguments):
-                yield chunk
-                os.kill(os.getpid(), signal.SIGKILL)
+            yield next(whole(*arguments))
+            os.kill(os.getpid(), signal.SIGKILL)
 
         replace(module, "_chunks", chunks)
     else:
@@ -268,14 +250,11 @@ def test_what_was_changed_is_found(tmp_path: Path) -> None:
         ({}, "ab\u0301\n", [0, 1, 2]),
     ],
 )
-def test_no_letter_is_lost_without_a_word(
-    model: dict[str, Any], text: str, said: str | list[int], tmp_path: Path
-) -> None:
+def test_no_letter_is_lost(model: dict[str, Any], text: str, said: str | list[int], tmp_path: Path) -> None:
     vocabulary = {"a": 0, "b": 1, "</s>": 2, "<unk>": 3}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], **model))
-    made.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()] if "\u0301" in text else []
-    )
+    of = tokenizers.normalizers
+    made.normalizer = of.Sequence([of.NFD(), of.StripAccents()] if "\u0301" in text else [])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text").write_text(text)
     call = tmp_path / "text", tmp_path / "t.bin", f"bpe:{tmp_path / 'tokenizer.json'}"
@@ -295,9 +274,7 @@ def test_no_letter_is_lost_without_a_word(
         tokenizers.models.Unigram([("?", 0.0), ("a", -1.0), (" ", -1.0)], 0, False),
     ],
 )
-def test_what_the_vocabulary_lacks_is_counted(
-    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_vocabulary_lacks(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["</s>"])

@@ -1,6 +1,4 @@
-"""Promise: every token is a target once an epoch; workers, start method and resume change nothing; a bad file
-is one line.
-"""
+"""Promise: every token is a target once an epoch, and a bad file is one line."""
 
 import io
 import json
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.batches import rows
+from tests.helpers.batches import arrays_of, rows
 from tests.helpers.refusals import refused
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats.documents import StreamDataset
@@ -47,19 +45,16 @@ def test_what_is_measured_goes_to_the_last_token(tmp_path: Path, count: int, len
     assert len(dataset) == len(memory) == -(-(count - 1) // length)
     targets = list[int]()
     for begin in range(0, len(dataset), of):
-        samples, found = np.arange(begin, min(begin + of, len(dataset))), list[Any]()
-        for data in (dataset, memory):
-            found.append({n: np.full((len(samples), *f.shape), 7, f.dtype) for n, f in data.fields.items()})
-            data.read(samples, None, found[-1])
-        assert found[0].keys() == found[1].keys()
-        assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
-        for row, valid in zip(found[0][TOKENS], found[0][NUM_ITEMS], strict=True):
+        samples = range(begin, min(begin + of, len(dataset)))
+        found, expected = (arrays_of(data, samples)[0] for data in (dataset, memory))
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], expected[name]) for name in found)
+        for row, valid in zip(found[TOKENS], found[NUM_ITEMS], strict=True):
             targets += row[1 : valid + 1].tolist()
     assert targets == tokens[1:].tolist()
 
 
 def test_a_file_cut_short_under_it_is_one_line(tmp_path: Path) -> None:
-    """With a mapping this would be the end of the process."""
     path = token_file(tmp_path, np.arange(60_000))
     data = TokenDataset(path, 8, "uint16")
     os.truncate(path, 50_001)
@@ -120,9 +115,7 @@ np.save(NUMPY, np.arange(500, dtype=np.uint16))
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, bytes) else None,
 )
-def test_a_bad_file_is_one_line(
-    tmp_path: Path, content: Any, beside: bytes | None, dtype: str | None, names: str
-) -> None:
+def test_bad_files(tmp_path: Path, content: Any, beside: bytes | None, dtype: str | None, names: str) -> None:
     path = tmp_path / "train.bin"
     if content == "fifo":
         os.mkfifo(path)

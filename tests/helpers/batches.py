@@ -8,7 +8,7 @@ import torch
 from trainer.config.data import LoaderConfig
 from trainer.data.batch import Batch
 from trainer.data.dataset import Arrays, Field
-from trainer.data.formats.tokens import TOKENS, TokenDataset
+from trainer.data.formats.tokens import TOKENS
 from trainer.data.loader import Loader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.errors import BadInputError
@@ -64,9 +64,14 @@ def read_all(loader: Loader, batches: range) -> list[list[bytes]]:
         loader.close()
 
 
-def rows(data: TokenDataset, samples: Any = None) -> Any:
+def arrays_of(data: Any, samples: Any = None, random: Any = None) -> tuple[dict[str, Any], Any]:
+    """Samples, or all, by field, and which were bad. `random`: what is drawn, or a number for all of it."""
     samples = np.arange(len(data)) if samples is None else np.asarray(samples)
-    field = data.fields[TOKENS]
-    out: Any = np.full((len(samples), *field.shape), 7, field.dtype)
-    data.read(samples, None, {TOKENS: out})
-    return out
+    out: dict[str, Any] = {n: np.full((len(samples), *f.shape), 77, f.dtype) for n, f in data.fields.items()}
+    if isinstance(random, float):
+        random = np.full((len(samples), data.uniforms + 2), random, np.float32)
+    return out, data.read(samples, random, out)
+
+
+def rows(data: Any, samples: Any = None) -> Any:
+    return arrays_of(data, samples)[0][TOKENS]

@@ -14,6 +14,14 @@ def plant(root: Path, files: dict[str, str]) -> Path:
     return write(root, {**MACHINE, **files})
 
 
+def put(root: Path, *names: str, content: bytes = b"") -> Path:
+    """Writes files of one content below a folder, and returns that."""
+    for path in (root / name for name in names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     """Writes these files below a folder that stands for "/"."""
     for name, text in files.items():
