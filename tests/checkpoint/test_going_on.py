@@ -67,16 +67,14 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_with_the_same_bits(tmp_pat
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     flip(damaged / "checkpoints" / "step-00000010" / "optimizer.safetensors", -1, 0)
     for one in (folder, damaged):
-        done = attempt(one)
-        assert done.code == 0, done.said
+        attempt(one, code=0)
         assert ending(one) == ending(whole)
     assert named(manifest(damaged)["notes"], "step-00000010", "optimizer.safetensors")
 
 
 def test_a_fault_of_the_disk_does_not_end_the_training(tmp_path: Path, whole: Path) -> None:
     """Full for a checkpoint; then the folder of checkpoints is deleted."""
-    done = attempt(tmp_path / "run", before=commits({10: no_space, 15: shutil.rmtree}))
-    assert done.code == 0, done.said
+    attempt(tmp_path / "run", before=commits({10: no_space, 15: shutil.rmtree}), code=0)
     assert ending(tmp_path / "run") == ending(whole)
     assert store.newest_good(tmp_path / "run" / "checkpoints")[0] is not None
 
@@ -89,9 +87,8 @@ def test_a_killed_loader_worker_fails_the_run_and_it_can_go_on(tmp_path: Path, w
             os.kill(worker, signal.SIGKILL)
 
     recipe = small(data={"workers": 2, "resident": False})
-    assert attempt(tmp_path / "run", recipe, before=commits({10: kill_workers})).code == 1
-    done = attempt(tmp_path / "run", recipe)
-    assert done.code == 0, done.said
+    attempt(tmp_path / "run", recipe, before=commits({10: kill_workers}), code=1)
+    attempt(tmp_path / "run", recipe, code=0)
     assert ending(tmp_path / "run") == ending(whole)
 
 
@@ -108,23 +105,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(
 
 def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path) -> None:
     """The last write fails; the one before is named."""
-    ended = attempt(tmp_path / "run", stop_at=8, before=commits({8: no_space}))
-    assert ended.code == 75
+    ended = attempt(tmp_path / "run", stop_at=8, before=commits({8: no_space}), code=75)
     assert named(ended.said, "SIGTERM 8 5")
 
 
 def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) -> None:
     """Neither where nothing could be written, nor where what was there at the start is gone."""
-    ended = attempt(tmp_path / "new", stop_at=8, before=commits({5: no_space, 8: no_space}))
-    assert ended.code == 1 and named(ended.line, "checkpoint")
+    ended = attempt(tmp_path / "new", stop_at=8, before=commits({5: no_space, 8: no_space}), code=1)
+    assert named(ended.line, "checkpoint")
     folder = changed(tmp_path / "run", stopped)
 
     def gone(checkpoints: Path) -> None:
         shutil.rmtree(checkpoints)
         no_space()
 
-    ended = attempt(folder, stop_at=9, before=commits({9: gone}))
-    assert ended.code == 1 and named(ended.line, "checkpoint")
+    ended = attempt(folder, stop_at=9, before=commits({9: gone}), code=1)
+    assert named(ended.line, "checkpoint")
 
 
 def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: Path) -> None:
@@ -138,7 +134,7 @@ def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: 
         replace(trainer.train.start.rank, "threads_per_rank", lambda *_: 3)
 
     asked = small(parallel={"threads": "auto"})
-    assert attempt(folder, asked, stop_at=9, before=on_a_larger_machine).code == 75
+    attempt(folder, asked, stop_at=9, before=on_a_larger_machine, code=75)
     assert manifest(folder)["threads"] == 1
     state = json.loads((folder / "checkpoints" / "step-00000009" / "state.json").read_text())["state"]
     assert state["threads"] == 1
@@ -155,8 +151,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path: Path, stopped: P
 
         replace(files, "read_hashed", broken)
 
-    ended = attempt(folder, before=blind)
-    assert ended.code == 2
+    ended = attempt(folder, before=blind, code=2)
     assert named(ended.line, "step-00000008")
     assert (folder / "metrics.jsonl").read_text() == rows
     assert newest_checkpoint(folder, "auto", ALONE)[0] is not None
@@ -167,11 +162,10 @@ def test_a_checkpoint_of_another_run_is_named_and_put_aside(
 ) -> None:
     """Of the same shapes, and newer than all of the run's own."""
     other, folder = tmp_path / "other", changed(tmp_path / "run", stopped)
-    assert attempt(other, small(seed=3), stop_at=12).code == 75
+    attempt(other, small(seed=3), stop_at=12, code=75)
     newest = other / "checkpoints" / "step-00000012"
     shutil.copytree(newest, folder / "checkpoints" / newest.name)
-    done = attempt(folder, small(checkpoint={"keep": 1}))
-    assert done.code == 0, done.said
+    done = attempt(folder, small(checkpoint={"keep": 1}), code=0)
     assert named(done.said, "step-00000012 8")
     assert same(folder, whole)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -186,8 +180,8 @@ def test_a_finished_run_is_not_trained_again(whole: Path) -> None:
         return {path.name: path.stat().st_mtime_ns for path in whole.iterdir() if path.name != ".lock"}
 
     before = times()
-    again = attempt(whole)
-    assert again.code == 0 and named(again.said, "finished")
+    again = attempt(whole, code=0)
+    assert named(again.said, "finished")
     assert times() == before
 
 
@@ -199,21 +193,20 @@ def to(steps: int, **changes: Any) -> Recipe:
 def test_an_extension_that_was_stopped_goes_on_and_can_be_extended_again(tmp_path: Path) -> None:
     """To the bits of a longer run, by a later end alone; what never had reached an end is refused as ever."""
     folder, without = tmp_path / "run", tmp_path / "without"
-    assert attempt(folder, to(6), stop_after=3).code == 75
+    attempt(folder, to(6), stop_after=3, code=75)
     assert named(attempt(folder, to(9)).line, "max_steps 6 9")
-    assert attempt(folder, to(6)).code == 0
+    attempt(folder, to(6), code=0)
     shutil.copytree(folder, without)
     for recipe, names in ((to(12, seed=1), "seed 0 1"), (to(3), "max_steps 6 3")):
-        ended = attempt(folder, recipe)
-        assert ended.code == 2 and named(ended.line, names)
+        ended = attempt(folder, recipe, code=2)
+        assert named(ended.line, names)
         assert named(ended.line, "max_steps") == (recipe.seed == 0)
-    assert attempt(folder, to(9), stop_after=7).code == 75
+    attempt(folder, to(9), stop_after=7, code=75)
     assert named(attempt(folder, to(8)).line, "max_steps 9 8"), "an earlier end"
-    done = attempt(folder, to(12))
-    assert done.code == 0, done.line
+    attempt(folder, to(12), code=0)
     facts = manifest(folder)
     assert (facts["steps_done"], facts["status"]) == (12, "finished")
-    assert attempt(tmp_path / "long", to(12)).code == 0
+    attempt(tmp_path / "long", to(12), code=0)
     assert same(folder, tmp_path / "long")
     # Without its end's checkpoint it would train again what came after the newest one, or all.
     before = (without / "manifest.json").read_bytes()
@@ -235,12 +228,11 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole:
         replace(recording, "write_file", refuse)
 
     folder = tmp_path / "run"
-    ended = attempt(folder, before=full)
-    assert ended.code == 1 and "Traceback" not in ended.said
+    ended = attempt(folder, before=full, code=1)
+    assert "Traceback" not in ended.said
     assert named(ended.line, "weights 16")
     assert not list(folder.glob("*.safetensors")) and not list(folder.glob(".tmp-*"))
-    done = attempt(folder)
-    assert done.code == 0, done.said
+    attempt(folder, code=0)
     assert same(folder, whole)
 
 

@@ -45,8 +45,7 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     recipe = small(
         **{**SEED, "optim": {"name": "adamw", "lr": 0.01, "max_grad_norm": clip}}, checkpoint={"every": 1}
     )
-    stopped = attempt(folder, recipe, before=poison([7], harm))
-    assert stopped.code == 1
+    stopped = attempt(folder, recipe, before=poison([7], harm), code=1)
     assert named(stopped.line, f"8 {harm} optim.lr") and "Traceback" not in stopped.said
     assert json.loads((folder / "manifest.json").read_text())["status"] == "diverged"
     (anomaly,) = read_anomalies(folder)
@@ -57,22 +56,22 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None and newest.step == 7
     assert all(tensor.isfinite().all() for tensor in newest.tensors["model"].values())
-    again = attempt(folder, recipe)
-    assert again.code == 1 and named(again.said, "--resume force")
-    cured = attempt(folder, recipe, "force")
-    assert cured.code == 0 and read_anomalies(folder) == []
+    again = attempt(folder, recipe, code=1)
+    assert named(again.said, "--resume force")
+    attempt(folder, recipe, "force", code=0)
+    assert read_anomalies(folder) == []
 
 
 def test_stop_in_the_last_steps(tmp_path: Path) -> None:
     recipe = small(**SEED, log={"every": 50})
-    stopped = attempt(tmp_path / "run", recipe, before=poison([15], "gradient"))
-    assert stopped.code == 1 and "step 16" in stopped.line
+    stopped = attempt(tmp_path / "run", recipe, before=poison([15], "gradient"), code=1)
+    assert "step 16" in stopped.line
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_a_leap_stops(tmp_path: Path) -> None:
     recipe = watched(spike="stop", spike_history=10)
-    assert attempt(tmp_path / "run", recipe, before=poison([12], "leap")).code == 1
+    attempt(tmp_path / "run", recipe, before=poison([12], "leap"), code=1)
     (anomaly,) = read_anomalies(tmp_path / "run")
     assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, "spike", samples_of(recipe, 12))
 
@@ -95,7 +94,7 @@ def test_means_are_over_the_steps_that_were_made(
     """A step that was left out has no loss and no norm, and counts nothing in a longer row."""
     recipe = watched(nonfinite="skip")
     recipe.log.every = 1
-    assert attempt(tmp_path / "1", recipe, before=poison(SKIPPED, "loss")).code == 0
+    attempt(tmp_path / "1", recipe, before=poison(SKIPPED, "loss"), code=0)
     each = read_rows(tmp_path / "1", ("train",))
     losses = [row["loss"] for row in each]
     for name in ("loss", "grad_norm"):
@@ -131,27 +130,27 @@ def test_cut_between_the_anomalies_it_ends_the_same(
 
 def test_too_many(tmp_path: Path) -> None:
     recipe = watched(nonfinite="skip", most=2)
-    stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"))
-    assert stopped.code == 1 and "step 7" in stopped.line and "anomaly.most=2" in stopped.line
+    stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"), code=1)
+    assert "step 7" in stopped.line and "anomaly.most=2" in stopped.line
     assert [one["policy"] for one in read_anomalies(tmp_path / "run")] == ["skip", "stop"]
 
 
 def test_off(tmp_path: Path) -> None:
     recipe = watched(nonfinite="off")
-    done = attempt(tmp_path / "run", recipe, before=poison([3], "gradient"))
-    assert done.code == 1 and named(done.line, "evaluation finite")
+    done = attempt(tmp_path / "run", recipe, before=poison([3], "gradient"), code=1)
+    assert named(done.line, "evaluation finite")
     assert read_anomalies(tmp_path / "run") == []
 
 
 def test_fp16_looks_for_its_scale_undisturbed(tmp_path: Path) -> None:
     """An overflow is no anomaly while the scale can be its cause; gradients that are always bad are one."""
     scaled = {"precision": {"mode": "fp16", "initial_scale": 2.0**60}}
-    assert attempt(tmp_path / "run", small(**SEED, **scaled, max_steps=12)).code == 0
+    attempt(tmp_path / "run", small(**SEED, **scaled, max_steps=12), code=0)
     scaled = {"precision": {"mode": "fp16", "initial_scale": 4.0}}
-    bad = attempt(tmp_path / "bad", small(**SEED, **scaled), before=poison(range(16), "gradient"))
-    assert bad.code == 1 and named(bad.line, "4 gradient")
-    lost = attempt(tmp_path / "lost", small(**SEED, **scaled), before=poison([2], "loss"))
-    assert lost.code == 1 and named(lost.line, "3 loss")
+    bad = attempt(tmp_path / "bad", small(**SEED, **scaled), before=poison(range(16), "gradient"), code=1)
+    assert named(bad.line, "4 gradient")
+    lost = attempt(tmp_path / "lost", small(**SEED, **scaled), before=poison([2], "loss"), code=1)
+    assert named(lost.line, "3 loss")
 
 
 def trained(

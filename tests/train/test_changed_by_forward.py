@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.helpers.refusals import named, refused
-from tests.helpers.toys import build_alone, make_recipe, rows_to
+from tests.helpers.steps import ALONE, State, assert_same_bits, go, train_some
+from tests.helpers.toys import make_recipe, rows_to
 from tests.helpers.world import Ranks
+from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World
 from trainer.errors import DivergedError
 from trainer.observe.checksums import Checksums
@@ -21,7 +24,7 @@ from trainer.tasks.custom import CustomTask
 from trainer.train.components.run import build
 from trainer.train.loop import train
 from trainer.train.recording import other_ranks_checksums
-from trainer.train.state import Run, load_tensors, tensors_of
+from trainer.train.state import Run
 from trainer.train.step import train_step
 
 F64 = torch.float64
@@ -94,17 +97,19 @@ class Squared(nn.Module):
 
 
 class Own:
-    """A task of somebody's own."""
+    """A task of somebody's own, whose model has the same weights each time."""
 
-    def __init__(self, model: Callable[[], nn.Module]) -> None:
-        self.make = model
+    def __init__(self, make: Callable[..., nn.Module], *arguments: Any) -> None:
+        self.make, self.arguments = make, arguments
 
     def data(self) -> Any:
         x = np.random.default_rng(0).normal(1, 1, (SAMPLES, 4))
         return {"x": x}, {"x": x[:10]}
 
-    def model(self) -> nn.Module:
-        return self.make()
+    def model(self) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(7)
+            return self.make(*self.arguments)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         result: torch.Tensor = model(batch.fields["x"])
@@ -114,48 +119,26 @@ class Own:
         return {"loss": self.loss(model, batch)}
 
 
-def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The same weights each time."""
-
-    def model() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(7)
-            return make()
-
-    return model
+def recipe_of(micro_batch: int, **sections: Any) -> Recipe:
+    optim = {"name": "sgd", "lr": LR, "schedule": "constant", "warmup_steps": 0, "momentum": 0.0}
+    data = {"global_batch_size": 8, "micro_batch_size": micro_batch}
+    return make_recipe(**{"epochs": 2, "data": data, "optim": optim, **sections})
 
 
-def a_run(world: World, own: Any, micro_batch: int, **sections: Any) -> Run:
-    recipe = make_recipe(
-        epochs=2,
-        data={"global_batch_size": 8, "micro_batch_size": micro_batch},
-        optim={"name": "sgd", "lr": LR, "schedule": "constant", "warmup_steps": 0, "momentum": 0.0},
-        **sections,
-    )
-    return build(recipe, CustomTask(own, "own"), world, 0)
+def a_run(own: Any, micro_batch: int, world: World = ALONE, **sections: Any) -> Run:
+    return build(recipe_of(micro_batch, **sections), CustomTask(own, "own"), world, 0)
 
 
-ALONE = World(0, 1, 0, torch.device("cpu"), None)
-
-
-def trained(world: World, kind: str, micro_batch: int, steps: range = range(8), state: Any = None) -> Any:
+def trained(world: World, kind: str, micro_batch: int, steps: range = range(8), state: Any = None) -> State:
     """A run's tensors after some steps."""
-    run = a_run(world, Own(seeded(lambda: Base(kind))), micro_batch, ema={"decay": 0.9})
-    if state is not None:
-        load_tensors(run.state, steps.start, state)
-    batches = run.loader(run.share.batches(steps.start))
-    for step in steps:
-        train_step(run, batches, step)
-    return {
-        kind: {name: tensor.detach().clone() for name, tensor in part.items()}
-        for kind, part in tensors_of(run.state).items()
-    }
+    recipe, task = recipe_of(micro_batch, ema={"decay": 0.9}), CustomTask(Own(Base, kind), "own")
+    return train_some(recipe, task, steps, state, world)[0]
 
 
 def by_hand(kind: str, steps: int = 8) -> dict[str, torch.Tensor]:
     """The same with plain PyTorch, the whole batch at once."""
-    run = a_run(ALONE, Own(seeded(lambda: Base(kind))), 8)
-    model = seeded(lambda: Base(kind))().train()
+    own = Own(Base, kind)
+    run, model = a_run(own, 8), own.model().train()
     weights = [p for p in model.parameters() if p.requires_grad]
     matrices: Any = {"params": [p for p in weights if p.ndim >= 2], "weight_decay": 0.01}
     others: Any = {"params": [p for p in weights if p.ndim < 2]}
@@ -164,30 +147,23 @@ def by_hand(kind: str, steps: int = 8) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         (model(batch.fields["x"]).sum() / 8).backward()
         optimizer.step()
-    return model.state_dict()
+    return dict(model.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["follows", "follows by data", "learns from samples", "center", "clips"])
 def test_what_a_forward_pass_moves_is_that_of_plain_pytorch(ranks: Ranks, kind: str) -> None:
-    wanted = by_hand(kind)
-    found = [trained(ALONE, kind, size) for size in (8, 2)]
+    wanted, alone = by_hand(kind), [trained(ALONE, kind, size) for size in (8, 2)]
     first, second = ranks.run(2, trained, kind, 1)
-    for name, tensor in first["model"].items():
-        assert torch.equal(tensor, second["model"][name]), name
-    found.append(first)
-    for state in found:
-        for name, tensor in wanted.items():
-            assert torch.allclose(state["model"][name], tensor, rtol=1e-9, atol=1e-12), (kind, name)
-        for name, tensor in state["ema"].items():
-            assert torch.allclose(found[0]["ema"][name], tensor, rtol=1e-9, atol=1e-12), (kind, name)
+    assert_same_bits({"model": first["model"]}, {"model": second["model"]})
+    for state in (*alone, first):
+        assert_close(state["model"], wanted, rtol=1e-9, atol=1e-12)
+        assert_close(state["ema"], alone[0]["ema"], rtol=1e-9, atol=1e-12)
     begun = trained(ALONE, kind, 2, range(3))
-    again = trained(ALONE, kind, 2, range(3, 8), begun)
-    for name, tensor in again["model"].items():
-        assert torch.equal(tensor, found[1]["model"][name]), name
+    assert_same_bits(trained(ALONE, kind, 2, range(3, 8), begun), alone[1])
 
 
 def test_the_average_follows_weights_that_a_forward_pass_gives_other_memory() -> None:
-    run = a_run(ALONE, Own(seeded(lambda: Base("clips by data"))), 8, ema={"decay": 0.5})
+    run = a_run(Own(Base, "clips by data"), 8, ema={"decay": 0.5})
     student: Any = run.state.model.student
     average, batches = run.state.average, run.loader(run.share.batches())
     assert average is not None
@@ -196,10 +172,10 @@ def test_the_average_follows_weights_that_a_forward_pass_gives_other_memory() ->
         train_step(run, batches, step)
         wanted = torch.lerp(before, student.weight.detach(), max(0.5, 9 / (10 + step)))
         assert torch.allclose(average.tensors["student.weight"], wanted, rtol=1e-9)
-    trained = student.weight.detach().clone()
+    own = student.weight.detach().clone()
     with average.in_place():
         assert torch.equal(student.weight, wanted)
-    assert torch.equal(student.weight, trained)
+    assert torch.equal(student.weight, own)
 
 
 def test_a_batchnorm_whose_statistics_are_replaced_is_refused_by_name() -> None:
@@ -212,24 +188,27 @@ def test_a_batchnorm_whose_statistics_are_replaced_is_refused_by_name() -> None:
         layer.running_mean = layer.running_mean * 0.5
 
     with refused("1.running_mean"):
-        a_run(ALONE, Own(seeded(model)), 4)
-    a_run(ALONE, Own(seeded(model)), 8)
+        a_run(Own(model), 4)
+    a_run(Own(model), 8)
 
 
-@pytest.mark.parametrize("kind", ["starts from samples", "decays", "trained teacher"])
-def test_trained_parameters_that_samples_move_are_refused_by_name(kind: str) -> None:
-    own = Own(seeded(lambda: Base(kind)))
-    name = "teacher.weight, teacher.bias" if kind == "trained teacher" else "student.weight"
-    with refused(f"{name} 2"):
-        a_run(ALONE, own, 4)
-    wanted = by_hand(kind)
-    for name, tensor in trained(ALONE, kind, 8)["model"].items():
-        assert torch.allclose(tensor, wanted[name], rtol=1e-9, atol=1e-12), name
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("starts from samples", "student.weight"),
+        ("decays", "student.weight"),
+        ("trained teacher", "teacher.weight, teacher.bias"),
+    ],
+)
+def test_trained_parameters_that_samples_move_are_refused_by_name(kind: str, names: str) -> None:
+    with refused(f"{names} 2"):
+        a_run(Own(Base, kind), 4)
+    assert_close(trained(ALONE, kind, 8)["model"], by_hand(kind), rtol=1e-9, atol=1e-12)
 
 
 def test_a_parameter_that_is_replaced_is_refused() -> None:
     with refused("student.weight"):
-        a_run(ALONE, Own(lambda: Base("replaces")), 8)
+        a_run(Own(Base, "replaces"), 8)
 
 
 class Lazy(nn.Module):
@@ -243,28 +222,27 @@ class Lazy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "made") and (not self.when or self.training == (self.when == "training")):
             value = torch.ones(4, dtype=F64)
-            if self.what == "buffer":
-                self.register_buffer("made", value)
-            elif self.what == "parameter":
-                self.made = nn.Parameter(value)
-            elif self.what == "module":
-                self.made = nn.Linear(4, 4, dtype=F64)  # type: ignore[assignment]
-            else:
-                self.register_buffer("made", value, persistent=False)
+            match self.what:
+                case "parameter":
+                    self.made = nn.Parameter(value)
+                case "module":
+                    self.made = nn.Linear(4, 4, dtype=F64)  # type: ignore[assignment]
+                case _:
+                    self.register_buffer("made", value, persistent=self.what == "buffer")
         return self.linear(x).sum(1)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("what", "when"), [("buffer", ""), ("parameter", "training"), ("module", "evaluation")]
+    ("what", "when", "name"),
+    [("buffer", "", "made"), ("parameter", "training", "made"), ("module", "evaluation", "made.bias")],
 )
-def test_what_a_forward_pass_makes_is_refused_by_name(what: str, when: str) -> None:
-    name = "made.bias" if what == "module" else "made"
+def test_what_a_forward_pass_makes_is_refused_by_name(what: str, when: str, name: str) -> None:
     with refused(name):
-        CustomTask(Own(lambda: Lazy(what, when)), "own").check()
+        CustomTask(Own(Lazy, what, when), "own").check()
 
 
 def test_a_cache_may_be_made_in_a_forward_pass() -> None:
-    CustomTask(Own(lambda: Lazy("cache")), "own").check()
+    CustomTask(Own(Lazy, "cache"), "own").check()
 
 
 class Counts(nn.Module):
@@ -285,26 +263,24 @@ class Counts(nn.Module):
 
 def looped(own: Any, every: str, **sections: Any) -> Run:
     """A whole run, evaluated so often."""
-    recipe = make_recipe(
-        epochs=2,
-        data={"global_batch_size": 8, "micro_batch_size": 4},
-        optim={"lr": 0.01},
-        evaluation={"every": every},
-        **sections,
-    )
-    run = build_alone(recipe, CustomTask(own, "own"))
+    run = a_run(own, 4, optim={"lr": 0.01}, evaluation={"every": every}, **sections)
     train(run, rows_to(run))
     return run
 
 
-def test_an_evaluation_leaves_what_the_training_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("trainer.tasks.custom_trial.warn", said.append)
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a task's trial warns of."""
+    lines: list[str] = []
+    monkeypatch.setattr("trainer.tasks.custom_trial.warn", lines.append)
+    return lines
+
+
+def test_an_evaluation_leaves_what_the_training_changes(said: list[str]) -> None:
     CustomTask(Own(Counts), "own").check()
     assert len(said) == 1 and named(said[0], "measure scale")
-    often, seldom = (looped(Own(seeded(Counts)), every).state.model for every in ("1 steps", "end"))
-    for name, tensor in often.state_dict().items():
-        assert torch.equal(tensor, seldom.state_dict()[name]), name
+    often, seldom = (dict(looped(Own(Counts), n).state.model.state_dict()) for n in ("1 steps", "end"))
+    assert_same_bits({"model": often}, {"model": seldom})
 
 
 class Beside(Own):
@@ -322,14 +298,9 @@ class Beside(Own):
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_learns_beside_the_model_is_named(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("trainer.tasks.custom_trial.warn", said.append)
+def test_what_learns_beside_the_model_is_named(copied: bool, said: list[str]) -> None:
     CustomTask(Beside(copied), "own").check()
     assert len(said) == 1 and "self.shadow['weight']" in said[0]
-
-
-# --- modes ---
 
 
 class Modes(nn.Module):
@@ -349,17 +320,12 @@ class Modes(nn.Module):
 
 def set_modes(how: str) -> nn.Module:
     model = Modes()
-    match how:
-        case "parts":
-            model.norm.eval()
-            model.drop.eval()
-        case "all":
-            model.eval()
-        case "all but one":
-            model.eval()
-            model.linear.train()
-        case _:
-            pass
+    if how == "parts":
+        model.norm.eval()
+        model.drop.eval()
+    else:
+        model.eval()
+        model.linear.train(how == "all but one")
     return model
 
 
@@ -372,24 +338,19 @@ def set_modes(how: str) -> nn.Module:
     ],
 )
 def test_modes_stay_as_they_were_set(how: str, wanted: tuple[bool, ...]) -> None:
-    run = looped(Own(lambda: set_modes(how)), "1 steps", log={"every": 1})
+    run = looped(Own(set_modes, how), "1 steps", log={"every": 1})
     model: Any = run.state.model
     assert set(model.seen) == {wanted}
     assert tuple(m.training for m in (model, model.norm, model.drop, model.linear)) == wanted
     assert bool(model.norm.running_mean.any()) is wanted[1]
-    told = [note for note in run.notes if "in evaluation mode" in note]
-    assert bool(told) is (how != "all")
-    if told:
-        assert "norm, drop" in told[0]
-
-
-# --- ranks that drift ---
+    told = [named(note, "norm, drop") for note in run.notes if "in evaluation mode" in note]
+    assert told == [True] * (how != "all")
 
 
 def drifting(world: World, name: str, strategy: str = "ddp") -> tuple[str, list[str]]:
     """Lets a rank change a tensor in step 5 as the others don't; gives how the run ends, and what is said."""
-    own, said = Own(seeded(Base)), list[str]()
-    run = a_run(world, own, 2, log={"every": 2}, parallel={"threads": 1, "strategy": strategy})
+    said, parallel = list[str](), {"threads": 1, "strategy": strategy}
+    run = a_run(Own(Base), 2, world, log={"every": 2}, parallel=parallel)
 
     def nudge(done: int) -> None:
         if done == 5 and name:
@@ -426,11 +387,10 @@ def test_a_frozen_batchnorm_computes_as_in_plain_pytorch() -> None:
         model.norm.running_mean += 3  # type: ignore[union-attr, operator]
         return model
 
-    run = a_run(ALONE, Own(seeded(make)), 2)
-    batches = run.loader(run.share.batches())
-    alone: Any = seeded(make)()
-    train_step(run, batches, 0)
-    batch = next(iter(a_run(ALONE, Own(seeded(make)), 8).loader(run.share.batches())))
+    own = Own(make)
+    run, alone = a_run(own, 2), own.model()
+    go(run, range(1))
+    batch = next(iter(a_run(own, 8).loader(run.share.batches())))
     (alone(batch.fields["x"]).sum() / 8).backward()
     torch.optim.SGD(alone.linear.parameters(), lr=0.01).step()
     assert torch.equal(run.state.model.get_buffer("norm.running_mean"), torch.full((4,), 3.0, dtype=F64))

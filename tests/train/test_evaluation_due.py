@@ -108,8 +108,7 @@ def checkpoints(folder: Path) -> set[int]:
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended early."""
     folder = tmp_path_factory.mktemp("patient") / "run"
-    done = attempt(folder, PATIENT, before=scored())
-    assert done.code == 0, done.said
+    done = attempt(folder, PATIENT, before=scored(), code=0)
     assert named(done.said, f"{ENDS} 16 {BEST} 3")
     return folder
 
@@ -124,8 +123,8 @@ def test_patience_ends_a_run(patient: Path) -> None:
 
 def test_stopped_between_two_evaluations_it_ends_at_the_same_step(patient: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert attempt(folder, PATIENT, stop_after=9, before=scored()).code == 75
-    assert attempt(folder, PATIENT, before=scored()).code == 0
+    attempt(folder, PATIENT, stop_after=9, before=scored(), code=75)
+    attempt(folder, PATIENT, before=scored(), code=0)
     assert evaluated(folder) == evaluated(patient)
     assert manifest(folder)["steps_done"] == ENDS
     assert learned(folder) == learned(patient)
@@ -147,8 +146,7 @@ def test_more_steps_alone_do_not_extend_a_run_that_is_out_of_patience(patient: P
     assert named(refused.line, f"{ENDS} evaluation.patience 3 0")
     assert attempt(folder, PATIENT, "force").code == 0, "nothing of its end was changed"
     scores = {**SCORES, 16: 0.2}
-    done = attempt(folder, again(evaluation={"patience": 9}), before=scored(scores))
-    assert done.code == 0, done.line
+    attempt(folder, again(evaluation={"patience": 9}), before=scored(scores), code=0)
     assert (manifest(folder)["steps_done"], manifest(folder)["out_of_patience"]) == (16, 0)
 
 

@@ -16,7 +16,7 @@ def test_the_newest_of_the_run_itself_is_taken(
 ) -> None:
     """Among its checkpoints is a newer one of a like run, of step 10."""
     mixed, theirs = changed(tmp_path / "ours", stopped), tmp_path / "theirs"
-    assert attempt(theirs, small(seed=1), stop_after=10).code == 75
+    attempt(theirs, small(seed=1), stop_after=10, code=75)
     shutil.copytree(theirs / "checkpoints/step-00000010", mixed / "checkpoints/step-00000010")
     assert open_run(mixed).weights == "checkpoints/step-00000008/ema.safetensors"
     assert named(capsys.readouterr().err, "step-00000010")

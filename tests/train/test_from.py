@@ -37,8 +37,7 @@ def recipe(**sections: Any) -> Recipe:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with checkpoints of steps 15 and 16, and the best."""
     folder = tmp_path_factory.mktemp("from") / "source"
-    done = attempt(folder, recipe(checkpoint={"best": True}))
-    assert done.code == 0, done.said
+    attempt(folder, recipe(checkpoint={"best": True}), code=0)
     return folder
 
 
@@ -73,8 +72,7 @@ def at_step_0(folder: Path, of: Recipe, source: str) -> tuple[dict[str, Any], di
 
         replace(trainer, "train", stop_there)
 
-    done = attempt(folder, of, before=look, source=source)
-    assert done.code == 0, done.line
+    attempt(folder, of, before=look, source=source, code=0)
     tensors: dict[str, Any] = {}
     for name, tensor in safetensors.torch.load_file(file).items():
         kind, _, rest = name.partition("|")
@@ -103,7 +101,7 @@ def test_killed_before_its_first_checkpoint_it_goes_on_without_the_other_run(
 ) -> None:
     """Then from what it keeps."""
     whole, folder, gone = tmp_path / "whole", tmp_path / "killed", tmp_path / "gone"
-    assert attempt(whole, recipe(seed=1), source=str(source)).code == 0
+    attempt(whole, recipe(seed=1), source=str(source), code=0)
     assert learned(whole) != learned(source)
 
     def die() -> None:
@@ -116,8 +114,7 @@ def test_killed_before_its_first_checkpoint_it_goes_on_without_the_other_run(
     assert attempt(folder, recipe(seed=1), source=str(gone), before=die).code == -signal.SIGKILL
     assert not {".snapshot", "link"} & {path.name for path in (folder / KEPT).rglob("*")}
     shutil.rmtree(gone)
-    done = attempt(folder, recipe(seed=1), source=str(gone))
-    assert done.code == 0, done.line
+    attempt(folder, recipe(seed=1), source=str(gone), code=0)
     assert learned(folder) == learned(whole)
     assert read_rows(folder, ("train", "eval"))[0]["loss"] == read_rows(whole)[0]["loss"]
 

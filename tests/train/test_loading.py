@@ -2,14 +2,7 @@
 
 import pytest
 
-from trainer.data.workers import (
-    Loading,
-    Sizes,
-    by_rule,
-    bytes_needed,
-    memory_budget,
-    prefetch_by_size,
-)
+from trainer.data.workers import Loading, Sizes, by_rule, bytes_needed, memory_budget, prefetch_by_size
 from trainer.host.limits import Limits
 
 GIB = 1 << 30

@@ -11,9 +11,7 @@ from tests.helpers.refusals import named
 from tests.helpers.run_folders import changed
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import ArrayDataset
-from trainer.runs.folder import (
-    write_json,
-)
+from trainer.runs.folder import write_json
 from trainer.train.components.task import make_task
 
 # The data and the device are part of a run.
@@ -32,18 +30,17 @@ def test_changed_data_is_refused_and_can_be_forced(tmp_path: Path, stopped: Path
 
         replace(module, "make_task", task_of)
 
-    refused = attempt(folder, before=other_pixel)
-    assert refused.code == 2
+    refused = attempt(folder, before=other_pixel, code=2)
     assert named(refused.line, "evaluation") and "training" not in refused.line
-    assert attempt(folder, mode="force", before=other_pixel).code == 0
+    attempt(folder, mode="force", before=other_pixel, code=0)
 
 
 def test_another_kind_of_device_is_refused(tmp_path: Path, stopped: Path) -> None:
     folder = changed(tmp_path / "run", stopped)
     manifest = json.loads((folder / "manifest.json").read_text())
     write_json(folder / "manifest.json", {**manifest, "device": {"kind": "cuda"}})
-    refused = attempt(folder)
-    assert refused.code == 2 and named(refused.line, "cuda cpu")
+    refused = attempt(folder, code=2)
+    assert named(refused.line, "cuda cpu")
 
 
 def test_a_fingerprint_tells_arrays_apart() -> None:

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from tests.helpers.refusals import named, refused
-from tests.helpers.toys import make_recipe, rows_to
+from tests.helpers.steps import ALONE
+from tests.helpers.toys import rows_to
 from tests.helpers.world import Ranks
-from tests.train.test_changed_by_forward import ALONE, F64, Own, seeded
+from tests.train.test_changed_by_forward import F64, Own, a_run
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.buffers import StillTensors
-from trainer.tasks.custom import CustomTask
-from trainer.train.components.run import build
 from trainer.train.loop import train
 
 STEPS = 140
@@ -37,10 +36,9 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.student(x)
-        if self.training:
-            self.calls += 1
-            if self.calls > 2:
-                self.move(made)
+        self.calls += self.training
+        if self.training and self.calls > 2:
+            self.move(made)
         result: torch.Tensor = (made - self.teacher(x) + self.center).square().sum(1)
         return result
 
@@ -85,15 +83,9 @@ class Following(Own):
 
 def ends(world: World, kind: str, micro_batch: int, steps: int = STEPS) -> str:
     """How a run ends: the line, or "" after its last step."""
-    recipe = make_recipe(
-        epochs=1 + steps // 4,
-        max_steps=steps,
-        data={"global_batch_size": 8, "micro_batch_size": micro_batch},
-        log={"every": 8},
-        parallel={"threads": 1},
-    )
-    own = (Following if kind == "target network" else Own)(seeded(lambda: Net(kind)))
-    run = build(recipe, CustomTask(own, "own"), world, 0)
+    own = (Following if kind == "target network" else Own)(Net, kind)
+    sections = {"epochs": 1 + steps // 4, "max_steps": steps, "log": {"every": 8}}
+    run = a_run(own, micro_batch, world, optim={}, **sections)
     try:
         train(run, rows_to(run))
     except BadInputError as error:
@@ -124,9 +116,6 @@ def test_one_micro_batch_a_step_is_plain_pytorchs() -> None:
     assert not ends(ALONE, "buffer", 8)
 
 
-# --- the comparison ---
-
-
 def held(**tensors: torch.Tensor) -> nn.Module:
     model = nn.Module()
     for name, tensor in tensors.items():
@@ -134,7 +123,7 @@ def held(**tensors: torch.Tensor) -> nn.Module:
     return model
 
 
-def first(model: nn.Module, still: StillTensors, act: Any, world: World = ALONE) -> int:
+def first(model: nn.Module, still: StillTensors, act: Any = lambda _: None, world: World = ALONE) -> int:
     still.look()
     act(model)
     still.compare()
@@ -143,8 +132,7 @@ def first(model: nn.Module, still: StillTensors, act: Any, world: World = ALONE)
 
 def first_of_ranks(world: World) -> int:
     model = held(one=torch.zeros(3), other=torch.zeros(3))
-    still = StillTensors(model, ["one", "other"])
-    return first(model, still, lambda own: own.other.add_(world.rank), world)
+    return first(model, StillTensors(model, ["one", "other"]), lambda own: own.other.add_(world.rank), world)
 
 
 def test_what_moves_on_one_rank_is_known_to_both(ranks: Ranks) -> None:
@@ -155,30 +143,26 @@ def test_what_moves_on_one_rank_is_known_to_both(ranks: Ranks) -> None:
     ("dtype", "at"), [(torch.float32, 0), (torch.int64, 1), (torch.bool, 2), (torch.bfloat16, 3)]
 )
 def test_one_bit_of_any_tensor_is_seen(dtype: torch.dtype, at: int) -> None:
-    sizes = {"t0": 3, "t1": 1, "t2": 7, "t3": 2}
-    model = held(**{name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()})
-    still, name = StillTensors(model, [*sizes]), [*sizes][at]
-    assert first(model, still, lambda _: None) == 0
+    model = held(**{f"t{n}": torch.zeros(size, dtype=dtype) for n, size in enumerate((3, 1, 7, 2))})
+    still = StillTensors(model, ["t0", "t1", "t2", "t3"])
+    assert first(model, still) == 0
 
     def flip(_: Any) -> None:
-        model.get_buffer(name).view(torch.uint8)[-1] ^= 1
+        model.get_buffer(f"t{at}").view(torch.uint8)[-1] ^= 1
 
     assert first(model, still, flip) == at + 1
-    with refused(name):
+    with refused(f"t{at}"):
         still.refuse(at + 1)
 
 
 def test_nothing_moved_where_nan_stays_nan() -> None:
     model = held(a=torch.full((3,), math.nan), b=torch.zeros(()), c=torch.zeros(2, dtype=torch.complex64))
     still = StillTensors(model, ["a", "b", "c"])
-    assert first(model, still, lambda _: None) == 0
+    assert first(model, still) == 0
     assert first(model, still, lambda own: own.b.copy_(torch.tensor(-0.0))) == 2
 
 
 def test_another_shape_is_refused_by_name() -> None:
     model = held(odd=torch.zeros(3))
-    still = StillTensors(model, ["odd"])
-    still.look()
-    model.odd = torch.zeros(4)
     with refused("odd"):
-        still.compare()
+        first(model, StillTensors(model, ["odd"]), lambda own: setattr(own, "odd", torch.zeros(4)))
