@@ -1,7 +1,6 @@
 """Promise: whatever stopped a run, the next attempt ends with the same bits; a later end extends it."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -10,25 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import trainer.train.start.rank
 from tests.chaos import ending
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.marked import flip
 from tests.helpers.refusals import named, refused
-from tests.helpers.run_folders import changed, same
+from tests.helpers.run_folders import changed, manifest, same
+from tests.helpers.steps import ALONE
 from trainer.checkpoint import store
+from trainer.checkpoint.folder import read
 from trainer.config.recipe import Recipe
-from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.host.processes import children
 from trainer.runs.folder import write_json
 from trainer.train import loop, recording, summary
 from trainer.train.components.checkpoint_choice import newest_checkpoint
-
-ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
 
 def no_space(*_: Any, **__: Any) -> None:
@@ -51,19 +48,11 @@ def commits(happens: dict[int, Callable[[Path], object]]) -> Callable[[], None]:
     return put_in
 
 
-def killed(_: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return found
-
-
 def test_a_run_that_is_killed_while_it_writes_goes_on_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
     """A checkpoint that was damaged is named, and the one before is used."""
     folder = tmp_path / "run"
-    assert attempt(folder, before=commits({15: killed})).code == -signal.SIGKILL
+    die = commits({15: lambda _: os.kill(os.getpid(), signal.SIGKILL)})
+    attempt(folder, before=die, code=-signal.SIGKILL)
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     flip(damaged / "checkpoints" / "step-00000010" / "optimizer.safetensors", -1, 0)
     for one in (folder, damaged):
@@ -129,15 +118,11 @@ def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: 
     facts["config"]["parallel"]["threads"] = "auto"
     write_json(folder / "manifest.json", {**facts, "threads": 1})
 
-    def on_a_larger_machine() -> None:
-        # Not the other way round: OpenMP's threads don't survive a fork, and more of them can crash it.
-        replace(trainer.train.start.rank, "threads_per_rank", lambda *_: 3)
-
-    asked = small(parallel={"threads": "auto"})
-    attempt(folder, asked, stop_at=9, before=on_a_larger_machine, code=75)
+    # A larger machine, and not the other way round: OpenMP's threads don't survive a fork, more can crash it.
+    larger = lambda: replace(trainer.train.start.rank, "threads_per_rank", lambda *_: 3)  # noqa: E731
+    attempt(folder, small(parallel={"threads": "auto"}), stop_at=9, before=larger, code=75)
     assert manifest(folder)["threads"] == 1
-    state = json.loads((folder / "checkpoints" / "step-00000009" / "state.json").read_text())["state"]
-    assert state["threads"] == 1
+    assert read(folder / "checkpoints" / "step-00000009").state["threads"] == 1
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path: Path, stopped: Path) -> None:
@@ -145,13 +130,10 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path: Path, stopped: P
     folder = changed(tmp_path / "run", stopped)
     rows = (folder / "metrics.jsonl").read_text()
 
-    def blind() -> None:
-        def broken(*_: Any) -> Any:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def broken(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        replace(files, "read_hashed", broken)
-
-    ended = attempt(folder, before=blind, code=2)
+    ended = attempt(folder, before=lambda: replace(files, "read_hashed", broken), code=2)
     assert named(ended.line, "step-00000008")
     assert (folder / "metrics.jsonl").read_text() == rows
     assert newest_checkpoint(folder, "auto", ALONE)[0] is not None
@@ -170,9 +152,6 @@ def test_a_checkpoint_of_another_run_is_named_and_put_aside(
     assert same(folder, whole)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["foreign-step-00000012", "step-00000016"], "it isn't one of those that are kept"
-
-
-# A run that is through.
 
 
 def test_a_finished_run_is_not_trained_again(whole: Path) -> None:
@@ -220,15 +199,12 @@ def test_an_extension_that_was_stopped_goes_on_and_can_be_extended_again(tmp_pat
 def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole: Path) -> None:
     """One line; then the same command writes the weights from the last checkpoint."""
 
-    def full() -> None:
-        def refuse(path: Path, _: Any) -> None:
-            path.write_bytes(b"half")
-            no_space()
-
-        replace(recording, "write_file", refuse)
+    def refuse(path: Path, _: Any) -> None:
+        path.write_bytes(b"half")
+        no_space()
 
     folder = tmp_path / "run"
-    ended = attempt(folder, before=full, code=1)
+    ended = attempt(folder, before=lambda: replace(recording, "write_file", refuse), code=1)
     assert "Traceback" not in ended.said
     assert named(ended.line, "weights 16")
     assert not list(folder.glob("*.safetensors")) and not list(folder.glob(".tmp-*"))
@@ -236,22 +212,20 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole:
     assert same(folder, whole)
 
 
-def refusing_a_batch() -> None:
-    true = vars(loop)["train_step"]
+TRAIN_STEP = vars(loop)["train_step"]
 
-    def refuse(*given: Any) -> Any:
-        if given[-1] == 2:
-            raise BadInputError("a file is gone; bring it back")
-        return true(*given)
 
-    replace(loop, "train_step", refuse)
+def no_batch(*given: Any) -> Any:
+    if given[-1] == 2:
+        raise BadInputError("a file is gone; bring it back")
+    return TRAIN_STEP(*given)
 
 
 # What fails, and by how many steps it is preceded in that attempt: then the code is 1, else it is bad input.
 LATE: dict[str, tuple[int, Callable[[], object], dict[str, Any]]] = {
     "the first manifest": (0, lambda: replace(recording, "update_manifest", no_space), {}),
     "the last manifest": (4, lambda: replace(summary, "update_manifest", no_space), {}),
-    "a batch": (2, refusing_a_batch, {}),
+    "a batch": (2, lambda: replace(loop, "train_step", no_batch), {}),
     "no checkpoint for --stop-after": (3, commits({3: no_space}), {"stop_after": 3}),
 }
 
