@@ -1,11 +1,16 @@
 """Promise: somebody's own code in a run is told all of it, late, changes nothing, and fails by its name."""
 
 import json
+import math
+import shutil
 import sys
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, small
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import manifest, same
 from tests.helpers.small_task import SETTINGS, Small
@@ -22,18 +27,22 @@ from trainer.checkpoint.folder import folder_name
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
+from trainer.config.training import HooksConfig
+from trainer.observe.rows import pictures_of
+from trainer.runs.report.page import page
+from trainer.runs.report.read import read_recorded_run
 from trainer.train.components.task import check_request, make_task
+from trainer.train.hooks import HookRows, hook_sink
 
 # Each tells in a file beside it what it was called with, and in which rank.
 OWN = dedent("""
-    import json, os, random
+    import json, math, os, random
     from pathlib import Path
 
     import numpy, torch
     from trainer import Finish, StopRun
 
     TOLD = Path(__file__).with_name("told.jsonl")
-    loaded = []
 
     def tell(*what):
         with TOLD.open("a") as file:
@@ -64,11 +73,10 @@ OWN = dedent("""
         after_step = after_evaluation = after_checkpoint = draw
 
     class Grasping:
-        def after_step(self, row):
-            row.clear()
+        def grasp(self, *what):
+            what[-1].clear()
 
-        def after_evaluation(self, step, metrics):
-            metrics.clear()
+        after_step = after_evaluation = grasp
 
     class Broken:
         def after_step(self, row):
@@ -102,6 +110,16 @@ OWN = dedent("""
             if row["step"] >= 4 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
                 raise Finish("good")
 
+    class Shows:
+        def after_step(self, row):
+            more = {"odd": math.nan, "a/b": numpy.float32(1)}
+            return {"twice": 2 * row["loss"], "tensor": torch.tensor([3.0]), **more}
+
+        def after_evaluation(self, step, metrics):
+            picture = numpy.zeros((4, 6, 3), numpy.uint8)
+            picture[:, :, 0] = step
+            return {"confusion <b>/1": picture, "gray": torch.ones(5, 2, dtype=torch.uint8), "seen": step}
+
     class Late:
         def after_checkpoint(self, step, folder):
             if step == 8:
@@ -119,8 +137,8 @@ OWN = dedent("""
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
-    file = tmp_path / "own.py"
+def own(here: Path) -> Path:
+    file = here / "own.py"
     file.write_text(OWN)
     return file
 
@@ -265,10 +283,8 @@ def test_on_two_ranks(own: Path, tmp_path: Path) -> None:
         ("ending.py:Watch", "hooks.use ending.py 1 SystemExit 0"),
     ],
 )
-def test_what_is_no_hook_is_found_before_there_are_ranks(
-    own: Path, monkeypatch: pytest.MonkeyPatch, place: str, line: str
-) -> None:
-    monkeypatch.chdir(own.parent)
+@pytest.mark.usefixtures("own")
+def test_what_is_no_hook_is_found_before_there_are_ranks(place: str, line: str) -> None:
     Path("ending.py").write_text("raise SystemExit(0)\n")
     with refused(line):
         checked(hooks={"use": [place]})
@@ -280,8 +296,8 @@ def checked(**sections: Any) -> None:
     check_request(recipe, make_task(recipe), 1)
 
 
-def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(own.parent)
+@pytest.mark.usefixtures("own")
+def test_what_is_no_sink() -> None:
     for place in ("own.py:sned", "own.py:number", "own.py:Watch"):
         with refused(f"log.to {place.replace('sned', ' send').replace(': ', ' ')}"):
             checked(log={"to": [place]})
@@ -343,3 +359,77 @@ def test_an_error_after_the_last_checkpoint_changes_no_ending(own: Path, tmp_pat
     ended = attempt(tmp_path / "run", with_hooks(own, "Late"), stop_at=8, code=75)
     assert "Late.after_checkpoint: RuntimeError: no room" in ended.said
     assert manifest(tmp_path / "run")["status"] == "stopped"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stopped between two rows and resumed."""
+    root = tmp_path_factory.mktemp("hooks")
+    (root / "own.py").write_text(OWN)
+    recipe = with_hooks(root / "own.py", "Shows", log={"every": 2, "to": ["jsonl", "tensorboard"]})
+    attempt(root / "run", recipe, stop_at=9, code=75)
+    attempt(root / "run", recipe, code=0)
+    return root / "run"
+
+
+def test_what_one_returns_is_there_once_also_after_a_resume(run: Path) -> None:
+    rows, losses = read_rows(run, ("hook",)), {row["step"]: row["loss"] for row in read_rows(run, ("train",))}
+    shown = [row for row in rows if "twice" in row]
+    assert [row["step"] for row in shown] == [*losses] == [*range(2, 17, 2)]
+    for row in shown:
+        assert row["twice"] == 2 * losses[row["step"]] and row["tensor"] == 3.0 and row["a/b"] == 1.0
+        assert row["odd"] is None, "seen: not a finite number"
+    measured = [row for row in rows if "seen" in row]
+    assert [row["step"] for row in measured] == [row["step"] for row in read_rows(run, ("eval",))]
+    for row in measured:
+        assert all(file.read_bytes().startswith(b"\x89PNG") for _, file in pictures_of(row, run))
+
+
+def test_a_stranger_s_pictures_lead_nowhere(run: Path, tmp_path: Path) -> None:
+    pictures, secret = tmp_path / "run" / "pictures", tmp_path / "secret.png"
+    pictures.mkdir(parents=True)
+    shutil.copy(run / "manifest.json", pictures.parent)
+    secret.write_bytes(b"\x89PNG\r\n\x1a\nhunter2")
+    (pictures / "link.png").symlink_to(secret)
+    (pictures / "text.png").write_bytes(b"<script>alert(1)</script>")
+    names = ("link.png", "text.png", "../../secret.png", "no.png")
+    places = [*(f"pictures/{name}" for name in names), str(secret)]
+    row = {"kind": "hook", "step": 2, **{f"<p{n}>": place for n, place in enumerate(places)}}
+    (pictures.parent / "hooks.jsonl").write_text(json.dumps(row) + "\n")
+    assert "data:image/png" not in page([read_recorded_run(pictures.parent)])
+
+
+def show(folder: Path, given: Any, logger: Any = None, **config: Any) -> None:
+    """What a hook gives after step 4 on its way into the records."""
+    hook = SimpleNamespace(after_step=lambda _: given)
+    hook_sink([hook], HooksConfig(**config), HookRows(folder, logger))({"kind": "train", "step": 4})
+
+
+def test_a_tensor_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
+    """A tensor of the meta device can't be read: it is handed on as it is."""
+    logger = mock.Mock()
+    far: dict[str, Any] = {"far": torch.zeros((), device="meta"), "wide": torch.zeros(1, 1, device="meta")}
+    show(tmp_path, {**far, "near": 1, "array": np.full((1, 1), 2.5), "pixel": np.array([True])}, logger)
+    ((step, kind, values, metrics), _) = logger.stage_later.call_args
+    assert (step, kind, values.device.type, values.shape) == (4, "hook", "meta", (2,))
+    wanted = {"near": 1.0, "array": 2.5, "pixel": 1.0, "far": 7.0, "wide": math.inf}
+    assert metrics([7.0, math.inf]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"time/x": 1}, "time/x"),
+        ({"x\n": 1}, "after_step"),
+        ({"x": "text"}, "x str"),
+        ({"x": torch.zeros(2)}, "x Tensor torch.float32 (2,)"),
+        ({"x": np.zeros((2, 2, 5), np.uint8)}, "x ndarray uint8 (2, 2, 5)"),
+        (("x", 1), "tuple"),
+    ],
+    ids=["rows' own", "no name", "text", "two numbers", "no picture", "no dict"],
+)
+def test_what_is_no_figure_is_one_line(tmp_path: Path, given: Any, line: str, capfd: Any) -> None:
+    with refused(line):
+        show(tmp_path, given)
+    show(tmp_path, given, on_error="warn")
+    assert named(capfd.readouterr().err, line)
