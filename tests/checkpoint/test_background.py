@@ -18,9 +18,11 @@ from trainer.checkpoint import store
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.checkpoint.store import listing
 
+Gate = tuple[threading.Event, threading.Event]
+
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Set when a write has begun; and what it waits for then."""
     begun, may = threading.Event(), threading.Event()
     write_files = store.__dict__["write_files"]
@@ -34,9 +36,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Ev
     return begun, may
 
 
-def test_training_goes_on_while_it_is_written(
-    tmp_path: Path, gate: tuple[threading.Event, threading.Event]
-) -> None:
+def test_training_goes_on_while_it_is_written(tmp_path: Path, gate: Gate) -> None:
     begun, may = gate
     problems: list[str] = []
     writer = BackgroundWriter(tmp_path, keep_last=2, on_problem=problems.append)
@@ -66,26 +66,26 @@ def test_training_goes_on_while_it_is_written(
 
 
 def test_a_failed_write_is_told_and_the_next_tries_again(tmp_path: Path, disk: Callable[..., Disk]) -> None:
-    run = tmp_path / "run"
+    run, problems = tmp_path / "run", list[str]()
     run.mkdir()
     folder = run / "checkpoints"
-    problems: list[str] = []
     writer = BackgroundWriter(folder, keep_last=1, on_problem=problems.append)
+
+    def write(step: int) -> int | None:
+        writer.submit(step, marked(step), {"mark": step})
+        return writer.finish()
+
     disk(8, ENOSPC)
-    writer.submit(1, marked(1), {"mark": 1})
-    assert writer.finish() is None
+    assert write(1) is None
     assert len(problems) == 1 and named(problems[0], "1", os.strerror(ENOSPC))
     assert not hidden(folder)
     disk()
-    writer.submit(2, marked(2), {"mark": 2})
-    writer.finish()
+    assert write(2) == 2
     shutil.rmtree(run)
-    writer.submit(3, marked(3), {"mark": 3})
-    assert writer.finish() == 2
+    assert write(3) == 2
     assert named(problems[1], "3", os.strerror(ENOENT))
     run.mkdir()
-    writer.submit(4, marked(4), {"mark": 4})
-    assert writer.finish() == 4 and mark_of(folder) == 4 and len(problems) == 2
+    assert write(4) == 4 and mark_of(folder) == 4 and len(problems) == 2
 
 
 def test_a_wrong_state_is_the_caller_s_mistake(tmp_path: Path) -> None:
@@ -94,9 +94,7 @@ def test_a_wrong_state_is_the_caller_s_mistake(tmp_path: Path) -> None:
         writer.submit(1, marked(1), {"loss": float("inf")})
 
 
-def test_an_abandoned_write_leaves_nothing(
-    tmp_path: Path, gate: tuple[threading.Event, threading.Event]
-) -> None:
+def test_an_abandoned_write_leaves_nothing(tmp_path: Path, gate: Gate) -> None:
     begun, may = gate
     writer = BackgroundWriter(tmp_path, keep_last=1, on_problem=pytest.fail)
     writer.submit(1, marked(1), {"mark": 1})

@@ -17,15 +17,13 @@ import safetensors.torch
 import torch
 
 from tests.helpers.faulty_disk import Disk, Killed
-from tests.helpers.marked import Tensors, flip, hidden, mark_of, marked, save
+from tests.helpers.marked import Tensors, assert_same_tensor, flip, hidden, mark_of, marked, save
 from tests.helpers.refusals import named
 from trainer.checkpoint import tensor_file
 from trainer.checkpoint.folder import read
-from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
+from trainer.checkpoint.store import listing, newest_good, prune, remove_leftovers, write
 from trainer.cli import main
 from trainer.host import files, strict_json
-
-# What is written is read again.
 
 
 @pytest.mark.parametrize("dtype", tensor_file._DTYPES.values(), ids=str)
@@ -34,33 +32,18 @@ def test_every_type_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) ->
     high = 2 if dtype is torch.bool else 256  # any bits are a number, NaN with a payload too
     raw = torch.randint(0, high, (6 * 4 * dtype.itemsize,), dtype=torch.uint8)
     tensor = raw.view(dtype).view(6, 4)
-    tensors = {
-        "x": tensor,
-        "scalar": tensor[0, 0],
-        "empty": tensor[:0],
-        "column": tensor[:, 1],
-        "t": tensor.T,
-    }
+    tensors = {"x": tensor, "0d": tensor[0, 0], "empty": tensor[:0], "column": tensor[:, 1], "t": tensor.T}
     got = read(write(tmp_path, 7, {"model": tensors}, {})).tensors["model"]
     assert got.keys() == tensors.keys()
     for name, wanted in tensors.items():
-        assert got[name].dtype == wanted.dtype and got[name].shape == wanted.shape
-        same = got[name].reshape(-1).view(torch.uint8), wanted.contiguous().reshape(-1).view(torch.uint8)
-        assert torch.equal(*same)
+        assert_same_tensor(got[name], wanted)
 
 
 def test_any_layout_and_tied_tensors_and_any_name(tmp_path: Path) -> None:
     weight = torch.randn(4, 3, 5, 5)
     last = weight.to(memory_format=torch.channels_last)
     tied = torch.nn.Parameter(torch.randn(8))
-    names = {
-        "../a/b.c": weight,
-        "ünï ☃": last,
-        "": tied,
-        "x.tied": tied,
-        "part": tied[2:5],
-        "flip": weight.mT,
-    }
+    names = {"../a/b.c": weight, "ünï ☃": last, "": tied, "x.tied": tied, "part": tied[2:5], "t": weight.mT}
     checkpoint = read(write(tmp_path, 0, {"model": names, "ema": {}}, {"epoch": 1, "list": [1.5, None, "a"]}))
     assert checkpoint.step == 0 and checkpoint.state == {"epoch": 1, "list": [1.5, None, "a"]}
     assert checkpoint.tensors["ema"] == {}
@@ -94,55 +77,30 @@ def test_what_would_not_come_back_is_refused(tmp_path: Path, tensors: Tensors, s
     assert not list(tmp_path.iterdir())
 
 
-# A kill, a power cut or a refusal at every operation of everything that changes the folder.
+def second(folder: Path) -> object:
+    return save(folder, 2)
 
 
-def older(folder: Path) -> None:
-    save(folder, 1)
-
-
-def same_step(folder: Path) -> None:
-    save(folder, 2, mark=1)
-
-
-def same_step_damaged(folder: Path) -> None:
-    (save(folder, 1).parent / "step-00000002").mkdir()
-
-
-def several(folder: Path) -> None:
-    for step in (0, 1, 2, 3):
-        save(folder, step, mark=1)
-
-
-def second(folder: Path) -> None:
-    save(folder, 2)
-
-
-def prune_to_one(folder: Path) -> None:
-    prune(folder, keep_last=1, best=0)
-
-
-CHANGES = [
-    (older, second, {1, 2}, 2),
-    (same_step, second, {1, 2}, 2),
-    (same_step_damaged, second, {1, 2}, 2),
-    (several, prune_to_one, {1}, 1),
-]
-IDS = ["new", "same", "damaged", "prune"]
+# What is there, what changes it; marks that may be found after a kill, and that after the change.
+Change = Callable[[Path], object]
+CHANGES: dict[str, tuple[Change, Change, set[int], int]] = {
+    "new": (lambda folder: save(folder, 1), second, {1, 2}, 2),
+    "same": (lambda folder: save(folder, 2, mark=1), second, {1, 2}, 2),
+    "damaged": (lambda folder: (save(folder, 1).parent / "step-00000002").mkdir(), second, {1, 2}, 2),
+    "prune": (
+        lambda folder: [save(folder, step, mark=1) for step in range(4)],
+        *(lambda folder: prune(folder, keep_last=1, best=0), {1}, 1),
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", ["kill", "power", "refusal"])
-@pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
+@pytest.mark.parametrize("what", CHANGES)
 def test_killed_at_every_operation(
-    tmp_path: Path,
-    disk: Callable[..., Disk],
-    monkeypatch: pytest.MonkeyPatch,
-    before: Callable[[Path], None],
-    change: Callable[[Path], None],
-    allowed: set[int],
-    after: int,
-    fault: str,
+    tmp_path: Path, disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch, what: str, fault: str
 ) -> None:
+    """Or the power is cut there, or it is refused; of everything that changes the folder."""
+    before, change, allowed, after = CHANGES[what]
     monkeypatch.setattr(files, "_CHUNK", 256)
     chance, seen = random.Random(2), set()
     disk()
@@ -165,25 +123,22 @@ def test_killed_at_every_operation(
             break
         seen.add(mark)
         if fault == "refusal":
-            assert finished or change is not second or not hidden(folder)
-        elif before is not same_step_damaged:
+            assert finished or what == "prune" or not hidden(folder)
+        elif what != "damaged":
             assert all(entry.problem is None for entry in listing(folder, verify=True))
         # And everything goes on from here.
         remove_leftovers(folder)
         assert not hidden(folder)
         second(folder)
         prune(folder, keep_last=1)
-        assert mark_of(folder) == 2 or before is several
+        assert mark_of(folder) == 2 or what == "prune"
         assert len(list(folder.iterdir())) <= 2
         shutil.rmtree(folder)
     assert at > 10 and (seen == allowed or fault == "refusal")
 
 
-# Listing, pruning.
-
-
-def steps(entries: list[Entry]) -> list[int]:
-    return [entry.step for entry in entries]
+def steps(folder: Path) -> list[int]:
+    return [entry.step for entry in listing(folder)]
 
 
 def test_the_newest_comes_first_and_leftovers_never(tmp_path: Path, disk: Callable[..., Disk]) -> None:
@@ -196,12 +151,12 @@ def test_the_newest_comes_first_and_leftovers_never(tmp_path: Path, disk: Callab
         save(tmp_path, 21)
     disk()
     entries = listing(tmp_path, verify=True)
-    assert steps(entries) == [100_000_000, 20, 3]
+    assert [entry.step for entry in entries] == [100_000_000, 20, 3]
     assert all(entry.problem is None and began - 1 <= entry.time <= time.time() + 1 for entry in entries)
     assert entries[0].size == sum(file.stat().st_size for file in entries[0].path.iterdir())
     assert len(hidden(tmp_path)) == 1
     assert len(remove_leftovers(tmp_path)) == 1 and not hidden(tmp_path)
-    assert steps(listing(tmp_path)) == [100_000_000, 20, 3]
+    assert steps(tmp_path) == [100_000_000, 20, 3]
 
 
 def test_only_what_is_older_than_the_last_good_ones_goes(tmp_path: Path) -> None:
@@ -210,7 +165,7 @@ def test_only_what_is_older_than_the_last_good_ones_goes(tmp_path: Path) -> None
     for step in (6, 2):
         (tmp_path / f"step-{step:08d}" / "state.json").unlink()
     assert prune(tmp_path, keep_last=3, best=1) == [3, 2, 0]
-    assert steps(listing(tmp_path)) == [7, 6, 5, 4, 1]
+    assert steps(tmp_path) == [7, 6, 5, 4, 1]
     assert prune(tmp_path, keep_last=9) == []
     (tmp_path / "step-00000007" / "state.json").unlink()
     assert prune(tmp_path, keep_last=1, known_good={7}) == [6, 5, 4, 1]
@@ -222,9 +177,6 @@ def test_nothing_goes_while_nothing_is_good(tmp_path: Path) -> None:
     for step in range(4):
         (save(tmp_path, step) / "SHA256SUMS").unlink()
     assert prune(tmp_path, keep_last=1) == []
-
-
-# On the command line.
 
 
 def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, strategies as st
 
-from tests.helpers.marked import FILES, flip, mark_of, resum, save
+from tests.helpers.marked import FILES, assert_same_tensor, flip, mark_of, resum, save
 from tests.helpers.refusals import refused
 from trainer.checkpoint import tensor_file
 from trainer.checkpoint.folder import Damaged, Unreadable, problem, read
@@ -76,16 +76,6 @@ BAD_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("data", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_bad_tensor_files_are_refused(tmp_path: Path, data: bytes) -> None:
-    path = save(tmp_path, 1)
-    (path / "model.safetensors").write_bytes(data)
-    resum(path)
-    with refused("model.safetensors", by=Damaged):
-        read(path)
-    assert problem(path) is not None
-
-
 BAD_STATES = {
     "not JSON": (b"{'a': 1}", ""),
     "another format": (b'{"format": 3}', "2"),
@@ -101,22 +91,25 @@ BAD_STATES = {
 }
 
 
-@pytest.mark.parametrize("data, names", BAD_STATES.values(), ids=BAD_STATES)
-def test_bad_states_are_refused(tmp_path: Path, data: bytes, names: str) -> None:
+DAMAGED = {
+    **{what: ("model.safetensors", data, "model.safetensors") for what, data in BAD_TENSORS.items()},
+    **{f"state {what}": ("state.json", *bad) for what, bad in BAD_STATES.items()},
+}
+
+
+@pytest.mark.parametrize(("name", "data", "names"), DAMAGED.values(), ids=DAMAGED)
+def test_bad_files_with_right_sums_are_refused(tmp_path: Path, name: str, data: bytes, names: str) -> None:
     path = save(tmp_path, 1)
-    (path / "state.json").write_bytes(data)
+    (path / name).write_bytes(data)
     resum(path)
     with refused(names, by=Damaged):
         read(path)
-
-
-def with_line(line: str) -> Callable[[str], str]:
-    return lambda text: text + line
+    assert problem(path) is not None
 
 
 BAD_SUMS: dict[str, Callable[[str], str]] = {
-    "path up": with_line("0" * 64 + "  ../x.json\n"),
-    "extra file": with_line("0" * 64 + "  ema.safetensors\n"),
+    "path up": lambda text: f"{text}{'0' * 64}  ../x.json\n",
+    "extra file": lambda text: f"{text}{'0' * 64}  ema.safetensors\n",
     "twice": lambda text: text + text.splitlines(keepends=True)[0],
     "upper case": str.upper,
     "one file less": lambda text: "".join(text.splitlines(keepends=True)[1:]),
@@ -149,8 +142,7 @@ def alarm() -> Iterator[None]:
 )
 def test_odd_files_are_refused(tmp_path: Path, name: str, kind: str) -> None:
     path = save(tmp_path / "checkpoints", 1)
-    file = path / name
-    outside = tmp_path / "outside"
+    file, outside = path / name, tmp_path / "outside"
     file.rename(outside)
     if kind == "fifo":
         os.mkfifo(file)
@@ -184,6 +176,10 @@ def test_odd_folders_are_no_checkpoints(tmp_path: Path) -> None:
     assert mark_of(folder) == 9 and read(tmp_path / "elsewhere").state == {"mark": 5}
 
 
+def os_with(**calls: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(os), **calls})
+
+
 @pytest.mark.parametrize("call", ["open", "readv"])
 def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     save(tmp_path, 1)
@@ -196,7 +192,7 @@ def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise OSError(EIO, os.strerror(EIO))
         return result
 
-    monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), call: fails}))
+    monkeypatch.setattr(files, "os", os_with(**{call: fails}))
     with refused("step-00000002 Input/output", by=Unreadable):
         newest_good(tmp_path)
     assert listing(tmp_path, verify=True)[0].problem
@@ -222,9 +218,7 @@ def test_whatever_is_accepted_the_library_accepts_too(changes: list[tuple[int, i
     wanted = safetensors.torch.load(bytes(data))
     assert got.keys() == wanted.keys()
     for name, tensor in got.items():
-        assert tensor.dtype == wanted[name].dtype and tensor.shape == wanted[name].shape
-        same = tensor.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)
-        assert torch.equal(*same)
+        assert_same_tensor(tensor, wanted[name])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
@@ -232,32 +226,20 @@ def test_files_that_vanish_or_shrink_while_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     path = save(tmp_path, 1)
-    monkeypatch.setattr(files, "os", Interfering(name, lambda: shutil.rmtree(path, ignore_errors=True)))
+
+    def opened(file: Any, *args: Any, **kwargs: Any) -> int:
+        found = os.open(file, *args, **kwargs)
+        if file == name:
+            shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    def larger(file: int) -> os.stat_result:
+        facts = os.fstat(file)
+        return os.stat_result([*facts[:6], facts.st_size + 100, *facts[7:10]])
+
+    monkeypatch.setattr(files, "os", os_with(open=opened))
     found = problem(path)  # the last files may have been open already
     assert found is not None or name == "model.safetensors"
     path = save(tmp_path, 2)
-    real_fstat = os.fstat
-    interfering = Interfering(name, lambda: None)
-    interfering.fstat = lambda file: _larger(real_fstat(file))  # type: ignore[attr-defined]
-    monkeypatch.setattr(files, "os", interfering)
+    monkeypatch.setattr(files, "os", os_with(fstat=larger))
     assert problem(path) is not None
-
-
-class Interfering:
-    """`os`, but something happens when a file is opened."""
-
-    def __init__(self, name: str, happens: Callable[[], object]) -> None:
-        self.name, self.happens = name, happens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        opened = os.open(path, flags, *args, **kwargs)
-        if path == self.name:
-            self.happens()
-        return opened
-
-
-def _larger(facts: os.stat_result) -> os.stat_result:
-    return os.stat_result([*facts[:6], facts.st_size + 100, *facts[7:10]])

@@ -1,6 +1,5 @@
 """Promise: a run stopped anywhere resumes to the same bits; a checkpoint that doesn't fit is refused."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,10 +11,12 @@ import pytest
 import torch
 
 from tests.chaos import chaos, ending
-from tests.helpers import preloaded
+from tests.helpers import digits_steps, preloaded
 from tests.helpers.held import held, pid_of_rank
 from tests.helpers.refusals import named, refused
-from tests.helpers.toys import make_recipe
+from tests.helpers.run_folders import manifest
+from tests.helpers.steps import State, assert_same_bits, go, saved
+from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.waiting import SECONDS, until
 from tests.helpers.world import Ranks
 from trainer.checkpoint.store import newest_good, write
@@ -24,29 +25,21 @@ from trainer.commands.verify.replay import replay_config
 from trainer.distributed.parallel import World
 from trainer.runs.differences import differences
 from trainer.runs.folder import write_json
-from trainer.runs.manifest import read_stored, update_manifest
+from trainer.runs.manifest import Manifest, read_stored, update_manifest
 from trainer.train.components.checkpoint_choice import load_checkpoint
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
+from trainer.train.options import Mode
 from trainer.train.provenance import make_manifest
 from trainer.train.start.decision import check_resumable
 from trainer.train.state import numbers_of, tensors_of
-from trainer.train.step import train_step
 from trainer.version import ARITHMETIC
 
 ROOT = Path(__file__).parents[2]
 
 
-ALONE = World(0, 1, 0, torch.device("cpu"), None)
 # For ranks of tests.helpers.world.
-DIGITS: dict[str, Any] = {
-    "epochs": 1,
-    "max_steps": 6,
-    "data": {"global_batch_size": 64, "micro_batch_size": 16, "eval_batch_size": 50, "augment": "affine"},
-    "model": {"width": 8, "norm": "group"},
-    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
-    "ema": {"decay": 0.9},
-}
+DIGITS: dict[str, Any] = {**digits_steps.DIGITS, "model": {"width": 8, "norm": "group"}}
 SETTINGS = (
     *("epochs=2", "max_steps=18", "evaluation.every=8 steps", "data.global_batch_size=64"),
     *("data.micro_batch_size=32", "model.width=4", "parallel.reduction=tree"),
@@ -89,7 +82,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> No
     ):
         assert (stopped.returncode, stopped.stderr) == (75, "")
         assert named(stopped.stdout, names)
-        assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
+        assert manifest(folder)["status"] == "stopped"
     killed = cut(folder, 16, "0", signal.SIGKILL, *two, "--max-restarts", "1")
     assert killed.returncode == 0, killed.stderr
     assert ending(folder) == ending(whole)
@@ -101,21 +94,17 @@ def test_chaos_in_small() -> None:
     assert not tally.failures and tally.counts["cuts"] >= 2
 
 
-def tensors_after(world: World, folder: str, steps: range) -> dict[str, torch.Tensor]:
+def tensors_after(world: World, folder: str, steps: range) -> State:
     """Goes on in the folder's newest checkpoint, does some steps, and leaves another; what is in that."""
     recipe = make_recipe(**DIGITS)
     run = build(recipe, make_task(recipe), world, workers=0)
     load_checkpoint(run, newest_good(Path(folder))[0])
     assert run.state.step == steps.start
-    batches = run.loader(run.share.batches(steps.start))
-    run.replica.train()
-    for step in steps:
-        train_step(run, batches, step)
-    tensors = tensors_of(run.state)
+    (*_, loss) = go(run, steps)
     if world.rank == 0:
-        write(Path(folder), steps.stop, tensors, numbers_of(run.state, [float(run.state.loss)]))
+        write(Path(folder), steps.stop, saved(run), numbers_of(run.state, [loss]))
     torch.distributed.barrier(world.group)
-    return {f"{part}.{name}": one.clone() for part, found in tensors.items() for name, one in found.items()}
+    return saved(run)
 
 
 @pytest.mark.compat
@@ -126,77 +115,80 @@ def test_four_ranks_go_on_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> No
     wanted = ranks.run(4, tensors_after, str(tmp_path / "whole"), range(5))[0]
     for steps in (range(2), range(2, 5)):
         answer = ranks.run(4, tensors_after, str(tmp_path / "cut"), steps)[0]
-    assert wanted.keys() == answer.keys()
-    assert all(torch.equal(wanted[name], answer[name]) for name in wanted)
+    assert_same_bits(wanted, answer)
 
 
-def a_run(folder: Path, **changes: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe = make_recipe(**changes)
-    run = build(recipe, make_task(recipe), ALONE, 0)
+def a_run(folder: Path) -> Manifest:
+    recipe = make_recipe()
+    run = build_alone(recipe, make_task(recipe))
     update_manifest(folder, make_manifest(run, "digits", "trainer train digits", {}, []))
-    return folder
+    return stored_in(folder)
+
+
+def stored_in(folder: Path) -> Manifest:
+    stored = read_stored(folder)
+    assert stored is not None
+    return stored
 
 
 def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "run")
-    stored = read_stored(folder)
-    assert stored is not None
+    stored = a_run(tmp_path)
     changed = make_recipe(optim={"lr": 0.5}, data={"workers": 3}, log={"every": 2}).model_dump(mode="json")
     assert differences(stored.config, changed) == ["optim.lr: 0.001, now 0.5"], "workers and logging are free"
     moved = [{"model": {"name": f"hf/{name}"}, "language": {"tokenizer": name}} for name in "ab"]
     assert differences(moved[0], moved[1]) == [], "their content is compared with the data and the weights"
     assert differences({"model": {"name": "gpt"}}, {"model": {"name": "hf/a"}})
     with refused("optim.lr 0.001 0.5"):
-        check_resumable(folder, stored, changed, "cpu", {}, "auto", 1)
-    check_resumable(folder, stored, changed, "cpu", {}, "force", 1)
-    with refused(folder):
-        check_resumable(folder, stored, stored.config, "cpu", {}, "never", 1)
-    check_resumable(folder, stored, stored.config, "cpu", {}, "auto", 1)
+        check_resumable(tmp_path, stored, changed, "cpu", {}, "auto", 1)
+    check_resumable(tmp_path, stored, changed, "cpu", {}, "force", 1)
+    with refused(tmp_path):
+        check_resumable(tmp_path, stored, stored.config, "cpu", {}, "never", 1)
+    check_resumable(tmp_path, stored, stored.config, "cpu", {}, "auto", 1)
 
 
 def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "run")
-    now = read_stored(folder)
-    assert now is not None
-    assert now.arithmetic == ARITHMETIC == json.loads((folder / "manifest.json").read_text())["arithmetic"]
-    before = now.model_copy(update={"attempts": [now.attempts[0].model_copy(update={"arithmetic": 1})]})
+    now, facts = a_run(tmp_path), manifest(tmp_path)
+    assert now.arithmetic == ARITHMETIC == facts["arithmetic"]
+
+    def of(arithmetic: int) -> Manifest:
+        return now.model_copy(
+            update={"attempts": [now.attempts[0].model_copy(update={"arithmetic": arithmetic})]}
+        )
+
+    def check(stored: Manifest, mode: Mode = "auto", steps: int = 1) -> None:
+        check_resumable(tmp_path, stored, now.config, "cpu", {}, mode, steps)
+
     with refused(f"1 {ARITHMETIC} 2 3 --resume"):
-        check_resumable(folder, before, now.config, "cpu", {}, "auto", 1)
-    check_resumable(folder, before, now.config, "cpu", {}, "force", 1)
-    finished = before.model_copy(update={"status": "finished", "planned_steps": 4})
-    check_resumable(folder, finished, now.config, "cpu", {}, "auto", 4)
+        check(of(1))
+    check(of(1), "force")
+    finished = of(1).model_copy(update={"status": "finished", "planned_steps": 4})
+    check(finished, steps=4)
     with refused("arithmetic 1"):
-        check_resumable(folder, finished, now.config, "cpu", {}, "auto", 5)
-    newer = now.model_copy(update={"attempts": [now.attempts[0].model_copy(update={"arithmetic": 99})]})
+        check(finished, steps=5)
     with refused("arithmetic 99"):
-        check_resumable(folder, newer, now.config, "cpu", {}, "auto", 1)
-    facts = json.loads((folder / "manifest.json").read_text())
+        check(of(99))
     facts["attempts"][0].pop("arithmetic")  # as version 0.1 wrote it
-    write_json(folder / "manifest.json", facts)
-    older = read_stored(folder)
-    assert older is not None
+    write_json(tmp_path / "manifest.json", facts)
+    older = stored_in(tmp_path)
     assert older.arithmetic == 1
-    recorded = Recorded(folder, older, [], 0)
     with refused("arithmetic 1"):
-        replay_config(recorded, [])
+        replay_config(Recorded(tmp_path, older, [], 0), [])
 
 
-def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> None:
-    stored = read_stored(a_run(tmp_path / "run"))
-    assert stored is not None
+def test_micro_batch_and_threads_are_part_of_the_arithmetic() -> None:
+    before = make_recipe().model_dump(mode="json")
     for changes in ({"data": {"micro_batch_size": 32}}, {"parallel": {"threads": 2}}):
-        assert differences(stored.config, make_recipe(**changes).model_dump(mode="json"))
+        assert differences(before, make_recipe(**changes).model_dump(mode="json"))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    small, large = (make_recipe(model={"width": width}) for width in (4, 8))
-    run, other = (build(recipe, make_task(recipe), ALONE, 0) for recipe in (small, large))
+    recipes = (make_recipe(model={"width": width}) for width in (4, 8))
+    run, other = (build_alone(recipe, make_task(recipe)) for recipe in recipes)
     write(tmp_path, 3, tensors_of(run.state), numbers_of(run.state, [0.0]))
-    before = {name: tensor.clone() for name, tensor in other.state.model.state_dict().items()}
+    before = saved(other)
     with refused("checkpoint"):
         load_checkpoint(other, newest_good(tmp_path)[0])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state.model.state_dict().items())
+    assert_same_bits(saved(other), before)
 
 
 SIGNALED = """

@@ -63,21 +63,15 @@ def test_what_is_still_written_is_never_overwritten(
     for group in tensors_of(run.state).values():
         for tensor in group.values():
             cuda.put(tensor)
-    order: list[str] = []
-    writer = BackgroundWriter(tmp_path, 1, pytest.fail)
-
-    def noted(owner: Any, name: str, word: str) -> None:
+    order, writer = list[str](), BackgroundWriter(tmp_path, 1, pytest.fail)
+    for owner, name in ((writer, "finish"), (writer, "submit"), (saving, "stage")):
         real = getattr(owner, name)
 
-        def call(*given: Any) -> Any:
-            order.append(word)
+        def noted(*given: Any, name: str = name, real: Any = real) -> Any:
+            order.append(name)
             return real(*given)
 
-        monkeypatch.setattr(owner, name, call)
-
-    noted(writer, "finish", "finish")
-    noted(writer, "submit", "submit")
-    noted(saving, "stage", "stage")
+        monkeypatch.setattr(owner, name, noted)
     checkpoints = Checkpoints(run, writer)
     assert len(cuda.locked) == 1, "made at the start"
     for _ in range(2):

@@ -9,13 +9,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
 
-from benchmarks import overhead
-from tests.helpers.counting import tiny_steps
+from tests.helpers.counting import tiny_steps, tiny_steps_by_hand
 from trainer.train import outputs
 
 
@@ -41,13 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny_steps(Path(folder), steps, at)
 
-    def cos(angle: float) -> float:  # of the learning rate, once a step
-        at(round(angle * steps / math.pi))
-        return math.cos(angle)
-
-    ours = SimpleNamespace(cos=cos, pi=math.pi)
-    with mock.patch.dict(overhead.by_hand.__globals__, math=ours):
-        overhead.by_hand(overhead.TinyTask(), overhead.tiny_recipe(steps).optim, steps)
+    tiny_steps_by_hand(steps, at)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Common parts of the tests of counts: the steps of the smallest task, and what is counted in each."""
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -99,3 +101,14 @@ def tiny_steps(folder: Path, steps: int, done: Callable[[int], None], log_every:
     # The machine is watched by the clock, in a thread: neither may be in what is counted.
     with mock.patch.object(Machine, "_watch", lambda _: None):
         overhead.by_trainer(overhead.TinyTask(), recipe, folder, done)
+
+
+def tiny_steps_by_hand(steps: int, done: Callable[[int], None]) -> None:
+    """Trains the same task by the loop that one would write; `done` as above."""
+
+    def cos(angle: float) -> float:  # of the learning rate, once a step
+        done(round(angle * steps / math.pi))
+        return math.cos(angle)
+
+    with mock.patch.dict(overhead.by_hand.__globals__, math=SimpleNamespace(cos=cos, pi=math.pi)):
+        overhead.by_hand(overhead.TinyTask(), overhead.tiny_recipe(steps).optim, steps)

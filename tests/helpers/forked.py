@@ -58,6 +58,7 @@ def attempt(
     stop_after: int | None = None,
     before: Callable[[], object] | None = None,
     source: str | None = None,
+    code: int | None = None,
 ) -> Attempt:
     """Runs a rank in a fork.
 
@@ -69,6 +70,7 @@ def attempt(
         stop_after: As `--stop-after`.
         before: Called in the fork: puts faults in.
         source: As `--init-from`, for a new run.
+        code: The exit code that it must have.
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")
@@ -82,6 +84,7 @@ def attempt(
     line = told.with_suffix(".line")
     outcome = json.loads(line.read_text()) if line.exists() else ""
     line.unlink(missing_ok=True)
+    assert code in (None, process.exitcode), (process.exitcode, outcome, told.read_text())
     return Attempt(process.exitcode, outcome, told.read_text())
 
 

@@ -52,3 +52,9 @@ def resum(path: Path) -> None:
         if file.name != "SHA256SUMS"
     )
     (path / "SHA256SUMS").write_text("".join(sums))
+
+
+def assert_same_tensor(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Compares type, shape and each bit: also of NaN."""
+    assert one.dtype == other.dtype and one.shape == other.shape
+    assert torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))

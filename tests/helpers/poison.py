@@ -13,7 +13,7 @@ from tests.helpers.forked import replace
 from trainer.tasks.classification import Classification
 
 Harm = Literal["loss", "gradient", "leap"]
-SEED = {
+SEED: dict[str, Any] = {
     "data": {"augment": "flip"},
     "optim": {"name": "adamw", "lr": 0.01, "max_grad_norm": 1.0},
     "ema": {"decay": 0.3},  # so low that it counts from the start

@@ -18,6 +18,11 @@ import torch
 from trainer.runs.folder import lock
 
 
+def manifest(folder: Path | str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(Path(folder, "manifest.json").read_text())
+    return read
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The final weights and average."""
     return {

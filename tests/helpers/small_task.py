@@ -6,6 +6,10 @@ import numpy as np
 from torch import nn
 from torch.nn import functional as F
 
+# For `fit`: two steps, with a row each.
+SETTINGS: dict[str, Any] = {"epochs": 1, "data.global_batch_size": 5, "data.micro_batch_size": 5}
+SETTINGS |= {"log.to": ["jsonl"], "log.every": 1, "parallel.threads": 1}
+
 
 class Small:
     """Ten samples of two numbers; what is wrong with it is put in by a test."""

@@ -45,7 +45,10 @@ class Block(nn.Module):
 
 
 class TokenTask:
-    """Sequences with a class for each token, in float64; with `ragged`, only the first few are valid."""
+    """Sequences with a class for each token, in float64; with `ragged`, only the first few are valid.
+
+    `make` makes another model than its own.
+    """
 
     uniforms = 0
     metric = "loss"
@@ -58,6 +61,7 @@ class TokenTask:
         dtype: torch.dtype = torch.float64,
         blocks: int = 0,
         dropout: float = 0.0,
+        make: Callable[[], nn.Module] | None = None,
     ) -> None:
         random = np.random.default_rng(samples)
         lengths = random.integers(1, LENGTH + 1, samples) if ragged else np.full(samples, LENGTH)
@@ -70,7 +74,7 @@ class TokenTask:
         if ragged:
             arrays[NUM_ITEMS] = lengths
         self.dtype = dtype
-        self.blocks, self.dropout = blocks, dropout
+        self.blocks, self.dropout, self.make = blocks, dropout, make
         self.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
         data = ArrayDataset(arrays)
         if not ragged:
@@ -82,6 +86,8 @@ class TokenTask:
         return {}
 
     def model(self) -> nn.Module:
+        if self.make is not None:
+            return self.make()
         inner = [
             nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(self.dropout)) for _ in range(self.blocks)
         ]

@@ -1,8 +1,7 @@
 """Promise: schedules, clipping and averages are what their sources say, also with a step that was skipped."""
 
 import copy
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.testing import assert_close
 
 from tests.helpers.refusals import refused
 from trainer.config.model import ModelConfig
@@ -39,10 +39,18 @@ pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")
 
 
-def optimizer_of(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def optimizer_of(
+    model: nn.Module, config: OptimConfig, table: Sequence[float] = ()
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Also the rates that it follows: the configured one, or those of a table."""
     groups = parameter_groups(config, model)
-    rates = LRScheduler([config.lr], CPU, tuple({group["factor"] for group in groups}))
-    return make_optimizer(config, groups, rates)
+    rates = LRScheduler([*table] or [config.lr], CPU, tuple({group["factor"] for group in groups}))
+    return make_optimizer(config, groups, rates), rates
+
+
+def backward_of(model: nn.Module, gradients: Iterable[torch.Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
 
 
 def shares(**config: Any) -> list[float]:
@@ -53,13 +61,12 @@ def test_a_milestone_is_an_epoch_of_the_data() -> None:
     """At its last step that has samples of it; where a run is cut it comes when it did, or never."""
     plan = Plan(samples=105, global_batch_size=10, micro_batch_size=10, epochs=4, last="cross", seed=0)
     config = OptimConfig(lr=1.0, schedule="step", milestones=(1, 2.5), warmup_steps=0)
-    cases: list[tuple[Any, float]] = [("cross", 10.5), ("drop", 10), ("weighted", 11)]
-    for last, epoch in cases:
+    cases: list[tuple[Any, list[int]]] = [("cross", [11, 16]), ("drop", [10, 15]), ("weighted", [11, 17])]
+    for last, (first, second) in cases:
         whole = replace(plan, last=last)
         rates = schedule(config, whole.steps, whole.epoch_length)
-        assert [rates.count(rate) for rate in sorted(set(rates), reverse=True)] == [
-            math.ceil(epoch), math.ceil(2.5 * epoch) - math.ceil(epoch), whole.steps - math.ceil(2.5 * epoch),
-        ]  # fmt: skip
+        lengths = [rates.count(rate) for rate in sorted(set(rates), reverse=True)]
+        assert lengths == [first, second, whole.steps - first - second]
         cut = replace(whole, max_steps=15)
         assert schedule(config, cut.steps, cut.epoch_length) == rates[:15]
     with pytest.raises(ValueError, match=r"needs optim.milestones, epochs such as \[30, 60\]"):
@@ -87,11 +94,9 @@ def test_a_warm_up_counts_steps_from_1_on(name: Any) -> None:
 def test_layers_learn_slower_the_deeper_they_are() -> None:
     model = build_model(ModelConfig(width=4, blocks=(1, 1)), 1, 10)
     factors = layer_factors(model, 0.5)
-    by_part = {name.split(".weight")[0].split(".bias")[0]: factor for name, factor in factors.items()}
-    assert by_part["stem"] == 0.125
-    assert by_part["blocks.0.conv1"] == 0.25
-    assert by_part["blocks.1.shortcut"] == 0.5
-    assert by_part["norm"] == by_part["head"] == 1.0
+    parts = {"stem": 0.125, "blocks.0.conv1": 0.25, "blocks.1.shortcut": 0.5, "norm": 1.0, "head": 1.0}
+    assert {part: factors[f"{part}.weight"] for part in parts} == parts
+    assert factors["norm.bias"] == factors["head.bias"] == 1.0
     assert set(layer_factors(model, 1.0).values()) == {1.0}
 
 
@@ -100,29 +105,21 @@ def test_every_group_follows_the_schedule_at_its_own_rate(name: Any) -> None:
     """Against a run for each group alone, with the rate that the group should have."""
     model = build_model(ModelConfig(width=4, blocks=(1, 1)), 1, 10)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    config = OptimConfig(name=name, lr=0.1, layer_decay=0.5, weight_decay=0.2)
-    groups = parameter_groups(config, model)
-    table = [0.1, 0.05, 0.02]
-    rates = LRScheduler(table, CPU, tuple({group["factor"] for group in groups}))
-    optimizer = make_optimizer(config, groups, rates)
-    gradient = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    config, table = OptimConfig(name=name, lr=0.1, layer_decay=0.5, weight_decay=0.2), [0.1, 0.05, 0.02]
+    optimizer, rates = optimizer_of(model, config, table)
+    gradients = {n: torch.randn_like(p) for n, p in model.named_parameters()}
     for _ in table:
-        for n, p in model.named_parameters():
-            p.grad = gradient[n].clone()
+        backward_of(model, gradients.values())
         optimizer.step()
         rates.advance()
+    make: Any = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
+    more = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
     for n, p in model.named_parameters():
         alone = nn.Parameter(start[n].clone())
-        factor = layer_factors(model, 0.5)[n]
-        decay = 0.2 if p.ndim >= 2 else 0.0
-        reference: torch.optim.Optimizer = (
-            torch.optim.SGD([alone], lr=0.1, momentum=0.9, nesterov=True, weight_decay=decay)
-            if name == "sgd"
-            else torch.optim.AdamW([alone], lr=0.1, weight_decay=decay)
-        )
+        reference = make([alone], weight_decay=0.2 if p.ndim >= 2 else 0.0, **more)
         for rate in table:
-            reference.param_groups[0]["lr"] = rate * factor
-            alone.grad = gradient[n].clone()
+            reference.param_groups[0]["lr"] = rate * layer_factors(model, 0.5)[n]
+            alone.grad = gradients[n].clone()
             reference.step()
         assert torch.allclose(p, alone, atol=1e-5), n
 
@@ -152,6 +149,28 @@ def test_one_cycle_is_torchs(updates: int, warmup: float, final_lr: float) -> No
     assert updates * warmup <= 1 or ours[0] == pytest.approx(0.4 / 25)
 
 
+@pytest.mark.parametrize("warmup", [0.0, 0.13])
+@pytest.mark.parametrize("name", ["cosine", "constant", "step"])
+def test_the_others_are_torchs(name: Any, warmup: float) -> None:
+    """In 100 updates; 0.55 of them are 55.00000000000001."""
+    more: dict[str, Any] = {"final_lr": 0.1, "milestones": (0.295, 0.55), "gamma": 0.1}
+    config = OptimConfig(lr=0.1, schedule=name, warmup_steps=warmup, **more)
+    rise = round(100 * warmup)
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        after: dict[str, Callable[[], Any]] = {
+            "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 100 - rise, eta_min=0.01),
+            "constant": lambda: lr_scheduler.ConstantLR(optimizer, factor=1),
+            "step": lambda: lr_scheduler.MultiStepLR(optimizer, [30 - rise, 55 - rise]),
+        }
+        if not rise:
+            return after[name]()
+        first = lr_scheduler.LinearLR(optimizer, start_factor=1 / rise, total_iters=max(1, rise - 1))
+        return lr_scheduler.SequentialLR(optimizer, [first, after[name]()], milestones=[rise])
+
+    assert schedule(config, 100, 100) == pytest.approx(torchs(100, 0.1, make), rel=1e-12)
+
+
 def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> None:
     """Also where some steps made no update: it moves for those that did since it moved last."""
     model = nn.Linear(1, 1, bias=False)
@@ -174,29 +193,6 @@ def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> 
     assert device.tensors["weight"].item() == pytest.approx(2 - 0.9**5)
 
 
-@pytest.mark.parametrize("warmup", [0.0, 0.13])
-@pytest.mark.parametrize("name", ["cosine", "constant", "step"])
-def test_the_others_are_torchs(name: Any, warmup: float) -> None:
-    """In 100 updates; 0.55 of them are 55.00000000000001."""
-    config = OptimConfig(
-        lr=0.1, schedule=name, warmup_steps=warmup, final_lr=0.1, milestones=(0.295, 0.55), gamma=0.1
-    )
-    rise = round(100 * warmup)
-
-    def make(optimizer: torch.optim.Optimizer) -> Any:
-        after: dict[str, Callable[[], Any]] = {
-            "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 100 - rise, eta_min=0.01),
-            "constant": lambda: lr_scheduler.ConstantLR(optimizer, factor=1),
-            "step": lambda: lr_scheduler.MultiStepLR(optimizer, [30 - rise, 55 - rise]),
-        }
-        if not rise:
-            return after[name]()
-        first = lr_scheduler.LinearLR(optimizer, start_factor=1 / rise, total_iters=max(1, rise - 1))
-        return lr_scheduler.SequentialLR(optimizer, [first, after[name]()], milestones=[rise])
-
-    assert schedule(config, 100, 100) == pytest.approx(torchs(100, 0.1, make), rel=1e-12)
-
-
 def test_the_rate_follows_applied_updates_only() -> None:
     rates = LRScheduler([1.0, 2.0, 3.0], CPU)
     seen, told = [float(rates.current)], []
@@ -213,12 +209,11 @@ def test_the_rate_follows_applied_updates_only() -> None:
 def test_clipping_is_torchs(scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     ours = [torch.randn(3, 4, generator=generator) * scale, torch.randn(5, generator=generator) * scale]
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in ours]
-    for parameter, gradient in zip(parameters, ours, strict=True):
-        parameter.grad = gradient.clone()
-    norm = nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+    theirs = nn.ParameterList(torch.zeros_like(gradient) for gradient in ours)
+    backward_of(theirs, ours)
+    norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, foreach=True)
     assert torch.equal(clip_gradients(ours, 1.0), norm)
-    assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(parameters, ours, strict=True))
+    assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(theirs, ours, strict=True))
 
 
 def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
@@ -321,23 +316,22 @@ def test_sgd_is_torchs_with_either_momentum(nesterov: bool, momentum: float) -> 
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     twin = copy.deepcopy(model)
     same: dict[str, Any] = {"lr": 0.125, "momentum": momentum, "weight_decay": 0.3}
-    ours = optimizer_of(model, OptimConfig(name="sgd", nesterov=nesterov, decay_1d=True, **same))
+    ours, _ = optimizer_of(model, OptimConfig(name="sgd", nesterov=nesterov, decay_1d=True, **same))
     theirs = torch.optim.SGD(twin.parameters(), nesterov=nesterov and momentum > 0, **same)
     for _ in range(4):
-        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
+        gradients = [torch.randn_like(one) for one in model.parameters()]
+        backward_of(model, gradients)
+        backward_of(twin, gradients)
         ours.step()
         theirs.step()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert_close([*model.parameters()], [*twin.parameters()], rtol=0, atol=1e-12)
 
 
 def test_momentum_begins_at_zero_where_the_first_update_is_skipped() -> None:
     """torch's fused SGD leaves it as memory happens to be, which is not NaN each time: looked at before."""
     model = nn.Linear(2, 2)
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = optimizer_of(model, OptimConfig(name="sgd", momentum=0.9, weight_decay=0.1))
+    optimizer, _ = optimizer_of(model, OptimConfig(name="sgd", momentum=0.9, weight_decay=0.1))
     momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
     scaler = GradScaler("cpu", init_scale=2.0)
     scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()
@@ -354,8 +348,7 @@ def test_fused_updates_are_right_for_channels_last_weights(name: Any) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
         model: nn.Module = nn.Conv2d(3, 4, 3).to(memory_format=layout)  # type: ignore[call-overload]
-        config = OptimConfig(name=name, lr=0.1, weight_decay=0.1)
-        optimizer = optimizer_of(model, config)
+        optimizer, _ = optimizer_of(model, OptimConfig(name=name, lr=0.1, weight_decay=0.1))
         image = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(memory_format=layout)
         for _ in range(3):
             model(image).square().sum().mul(1e-3).backward()
@@ -363,10 +356,6 @@ def test_fused_updates_are_right_for_channels_last_weights(name: Any) -> None:
             optimizer.zero_grad()
         results.append(next(model.parameters()).detach().contiguous())
     assert torch.allclose(results[0], results[1], atol=1e-5)
-
-
-def _mixed() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
 
 
 def test_the_way_to_adamws_kernel_changes_no_bit() -> None:
@@ -397,7 +386,8 @@ def test_the_way_to_adamws_kernel_changes_no_bit() -> None:
 def test_what_is_out_of_the_ordinary_is_left_to_torchs_adamw(
     odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parameters = _mixed() if odd == "mixed" else [nn.Parameter(torch.ones(2))]
+    types = [torch.float32, torch.float64][: 2 if odd == "mixed" else 1]
+    parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in types]
     optimizer, seen = AdamW([{"params": parameters}], lr=0.1, fused=True), list[str]()
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -423,7 +413,7 @@ def test_each_optimizer_says_what_it_keeps(settings: dict[str, Any]) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     model[1].bias.requires_grad_(False)
     config = OptimConfig(**settings)
-    optimizer = optimizer_of(model, config)
+    optimizer, _ = optimizer_of(model, config)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()

@@ -1,19 +1,21 @@
 """Promise: the gradient of every step is that of its samples concatenated, whatever the cut."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch.nn import functional as F
 
 from tests.helpers.refusals import refused
-from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.steps import flat, gradients_of
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.rng import permuted
 from trainer.train.components.run import build
-from trainer.train.step import train_step
 
 
 class Case(NamedTuple):
@@ -29,34 +31,26 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    micro_batch_size = draw(st.integers(1, 3))
-    micro_batches = draw(st.integers(1, 64))
-    missing = draw(st.integers(0, micro_batch_size - 1))
-    return Case(
-        samples=micro_batches * micro_batch_size - missing,
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=draw(st.integers(1, 16)),
-        world=draw(st.sampled_from((1, 2, 4))),
-        last=draw(st.sampled_from(("cross", "drop", "weighted"))),
-        epochs=draw(st.integers(1, 3)),
-        ragged=draw(st.booleans()),
-        resident=draw(st.booleans()),
-    )
+    size = draw(st.integers(1, 3))
+    samples = draw(st.integers(1, 64)) * size - draw(st.integers(0, size - 1))
+    accumulated, world = draw(st.integers(1, 16)), draw(st.sampled_from((1, 2, 4)))
+    last = draw(st.sampled_from(("cross", "drop", "weighted")))
+    more = draw(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()))
+    return Case(samples, size, accumulated, world, last, *more)
 
 
-class Capture:
-    """In the optimizer's place: keeps gradients, changes nothing."""
+class Steps(NamedTuple):
+    """Of a rank; gradients that are sharded the first rank has alone."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.gradients: list[torch.Tensor] = []
-
-    def step(self) -> None:
-        parts = [p.grad.flatten() for p in self.parameters if p.grad is not None]
-        self.gradients.append(torch.cat(parts).clone())
+    gradients: list[torch.Tensor]
+    losses: list[float]
+    norm: float
+    updates: int
 
 
-def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+def step_gradients(
+    world: World, case: Case, make: Callable[..., Any] = TokenTask, parallel: Any = None, blocks: int = 0
+) -> Steps:
     """What the trainer's own step computes, on one of the ranks."""
     data = {
         "global_batch_size": case.micro_batch_size * case.gradient_accumulation_steps * case.world,
@@ -64,16 +58,13 @@ def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.
         "resident": case.resident,
         "last_batch": case.last,
     }
-    recipe = make_recipe(epochs=case.epochs, data=data)
-    run = build(recipe, TokenTask(case.samples, case.ragged), world, workers=0)
-    capture: Any = Capture(run.gradients.parameters)
-    run.state.optimizer = capture
-    plan = run.plan
-    batches = run.loader(run.share.batches())
-    for step in range(plan.steps):
-        train_step(run, batches, step)
-    assert next(batches, None) is None
-    return capture.gradients, run.state.loss, int(run.state.lr.updates)
+    recipe = make_recipe(epochs=case.epochs, data=data, parallel={"threads": 1, **(parallel or {})})
+    run = build(recipe, make(case.samples, case.ragged, blocks=blocks), world, workers=0)
+    assert (run.state.rows is not None) == (parallel is not None and world.size > 1)
+    found, losses = gradients_of(run, range(run.plan.steps))
+    return Steps(
+        [flat(one) for one in found if one], losses, float(run.state.norm), int(run.state.lr.updates)
+    )
 
 
 def expected_steps(case: Case) -> list[list[int]]:
@@ -94,49 +85,50 @@ def expected_steps(case: Case) -> list[list[int]]:
 def expected_gradient(task: TokenTask, model: torch.nn.Module, samples: list[int]) -> torch.Tensor:
     """Mean over all valid tokens of all samples at once."""
     model.zero_grad()
-    logits = model(task.arrays["x"][samples])
-    label = task.arrays["y"][samples]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), reduction="mean").backward()
+    logits = model(task.arrays["x"][samples]).flatten(0, 1)
+    F.cross_entropy(logits, task.arrays["y"][samples].flatten()).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def initial_model(task: TokenTask) -> torch.nn.Module:
-    recipe = make_recipe(data={"global_batch_size": 1, "micro_batch_size": 1})
-    return build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).state.model
+    return build_alone(make_recipe(data={"global_batch_size": 1, "micro_batch_size": 1}), task).state.model
+
+
+def check_gradients(task: TokenTask, case: Case, answers: Sequence[Steps]) -> None:
+    """Compares those of each answer with those of the concatenated batches."""
+    model, steps = initial_model(task), expected_steps(case)
+    for answer in answers:
+        assert len(answer.gradients) == answer.updates == len(steps) > 0
+    for number, samples in enumerate(steps):
+        wanted = expected_gradient(task, model, samples)
+        for gradients, *_ in answers:
+            error = (gradients[number] - wanted).norm() / wanted.norm()
+            assert error <= 1e-12, f"step {number}: relative error {error}"
 
 
 @pytest.mark.compat
 @given(case=cases())
 def test_every_step_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
-    steps = expected_steps(case)
-    if not steps:
+    if expected_steps(case):
+        answers = ranks.run(case.world, step_gradients, case)
+        check_gradients(TokenTask(case.samples, case.ragged), case, answers)
+    else:
         with pytest.raises(AssertionError, match="leaves no step"):
             ranks.run(case.world, step_gradients, case)
-        return
-    answers = ranks.run(case.world, step_gradients, case)
-    task = TokenTask(case.samples, case.ragged)
-    model = initial_model(task)
-    for gradients, _, updates in answers:
-        assert len(gradients) == updates == len(steps)
-    for number, samples in enumerate(steps):
-        wanted = expected_gradient(task, model, samples)
-        for gradients, _, _ in answers:
-            error = (gradients[number] - wanted).norm() / wanted.norm()
-            assert error <= 1e-12, f"step {number}: relative error {error}"
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_logged_loss_is_the_mean_over_each_step(ranks: Ranks, ragged: bool) -> None:
     case = Case(20, 2, 2, 2, "weighted", 1, ragged, True)
-    answers = ranks.run(2, step_gradients, case)
     task = TokenTask(20, ragged)
     model = initial_model(task)
-    wanted = 0.0
+    answers = ranks.run(2, step_gradients, case)
+    wanted = []
     for samples in expected_steps(case):
         logits = model(task.arrays["x"][samples]).flatten(0, 1)
-        wanted += torch.nn.functional.cross_entropy(logits, task.arrays["y"][samples].flatten()).item()
-    assert float(sum(loss for _, loss, _ in answers)) == pytest.approx(wanted, rel=1e-12)
+        wanted.append(F.cross_entropy(logits, task.arrays["y"][samples].flatten()).item())
+    assert [*map(sum, zip(*(a.losses for a in answers), strict=True))] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_micro_batches_must_divide_among_the_ranks() -> None:

@@ -1,7 +1,7 @@
 """Promise: bad numbers are found, told and survived as the recipe says, by all ranks alike."""
 
-import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.helpers.forked import Attempt, attempt, small
 from tests.helpers.poison import SEED, Harm, infinite_slope, poison
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import manifest
 from tests.helpers.toys import SMALL, make_recipe, rows_to
 from tests.helpers.world import Ranks
 from trainer.checkpoint.store import newest_good
@@ -42,13 +43,10 @@ def samples_of(recipe: Recipe, step: int) -> list[int]:
 @pytest.mark.parametrize(("harm", "clip"), [("loss", 1.0), ("gradient", 0.0)])
 def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     folder = tmp_path / "run"
-    recipe = small(
-        **{**SEED, "optim": {"name": "adamw", "lr": 0.01, "max_grad_norm": clip}}, checkpoint={"every": 1}
-    )
-    stopped = attempt(folder, recipe, before=poison([7], harm))
-    assert stopped.code == 1
+    recipe = small(**SEED | {"optim": {**SEED["optim"], "max_grad_norm": clip}}, checkpoint={"every": 1})
+    stopped = attempt(folder, recipe, before=poison([7], harm), code=1)
     assert named(stopped.line, f"8 {harm} optim.lr") and "Traceback" not in stopped.said
-    assert json.loads((folder / "manifest.json").read_text())["status"] == "diverged"
+    assert manifest(folder)["status"] == "diverged"
     (anomaly,) = read_anomalies(folder)
     assert (anomaly["number"], anomaly["step"], anomaly["kind"]) == (1, 8, "nonfinite")
     assert anomaly["samples"] == samples_of(recipe, 7)
@@ -57,24 +55,39 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None and newest.step == 7
     assert all(tensor.isfinite().all() for tensor in newest.tensors["model"].values())
-    again = attempt(folder, recipe)
-    assert again.code == 1 and named(again.said, "--resume force")
-    cured = attempt(folder, recipe, "force")
-    assert cured.code == 0 and read_anomalies(folder) == []
+    again = attempt(folder, recipe, code=1)
+    assert named(again.said, "--resume force")
+    attempt(folder, recipe, "force", code=0)
+    assert read_anomalies(folder) == []
 
 
-def test_stop_in_the_last_steps(tmp_path: Path) -> None:
-    recipe = small(**SEED, log={"every": 50})
-    stopped = attempt(tmp_path / "run", recipe, before=poison([15], "gradient"))
-    assert stopped.code == 1 and "step 16" in stopped.line
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+def scaled(scale: float) -> Recipe:
+    return small(**SEED, precision={"mode": "fp16", "initial_scale": scale}, max_steps=12)
 
 
-def test_a_leap_stops(tmp_path: Path) -> None:
-    recipe = watched(spike="stop", spike_history=10)
-    assert attempt(tmp_path / "run", recipe, before=poison([12], "leap")).code == 1
-    (anomaly,) = read_anomalies(tmp_path / "run")
-    assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, "spike", samples_of(recipe, 12))
+# A recipe, what goes bad where, names in the line; step, kind and policy of each anomaly.
+ENDS: dict[str, tuple[Recipe, Sequence[int], Harm, str, list[tuple[int, str, str]]]] = {
+    "no row": (small(**SEED, log={"every": 50}), [15], "gradient", "16", [(16, "nonfinite", "stop")]),
+    "leap": (watched(spike="stop", spike_history=10), [12], "leap", "13", [(13, "spike", "stop")]),
+    "too many": (
+        *(watched(nonfinite="skip", most=2), [2, 6, 9], "gradient", "7 anomaly.most=2"),
+        [(3, "nonfinite", "skip"), (7, "nonfinite", "stop")],
+    ),
+    "off": (watched(nonfinite="off"), [3], "gradient", "evaluation finite", []),
+    # Gradients that are bad whatever the scale, and a loss.
+    "fp16": (scaled(4.0), range(16), "gradient", "4 gradient", [(4, "nonfinite", "stop")]),
+    "fp16 loss": (scaled(4.0), [2], "loss", "3 loss", [(3, "nonfinite", "stop")]),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_it_ends_the_run(what: str, tmp_path: Path) -> None:
+    recipe, steps, harm, names, wanted = ENDS[what]
+    assert named(attempt(tmp_path / "run", recipe, before=poison(steps, harm), code=1).line, names)
+    found = read_anomalies(tmp_path / "run")
+    assert [(one["step"], one["kind"], one["policy"]) for one in found] == wanted
+    assert all(one["samples"] == samples_of(recipe, one["step"] - 1) for one in found)
+    assert (tmp_path / "run" / "model.safetensors").exists() == (not wanted)
 
 
 SKIPPED = [3, 7, 8]
@@ -95,7 +108,7 @@ def test_means_are_over_the_steps_that_were_made(
     """A step that was left out has no loss and no norm, and counts nothing in a longer row."""
     recipe = watched(nonfinite="skip")
     recipe.log.every = 1
-    assert attempt(tmp_path / "1", recipe, before=poison(SKIPPED, "loss")).code == 0
+    attempt(tmp_path / "1", recipe, before=poison(SKIPPED, "loss"), code=0)
     each = read_rows(tmp_path / "1", ("train",))
     losses = [row["loss"] for row in each]
     for name in ("loss", "grad_norm"):
@@ -129,29 +142,9 @@ def test_cut_between_the_anomalies_it_ends_the_same(
     assert all(ending(folder).weights == weights for folder, _ in skipped.values())
 
 
-def test_too_many(tmp_path: Path) -> None:
-    recipe = watched(nonfinite="skip", most=2)
-    stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"))
-    assert stopped.code == 1 and "step 7" in stopped.line and "anomaly.most=2" in stopped.line
-    assert [one["policy"] for one in read_anomalies(tmp_path / "run")] == ["skip", "stop"]
-
-
-def test_off(tmp_path: Path) -> None:
-    recipe = watched(nonfinite="off")
-    done = attempt(tmp_path / "run", recipe, before=poison([3], "gradient"))
-    assert done.code == 1 and named(done.line, "evaluation finite")
-    assert read_anomalies(tmp_path / "run") == []
-
-
 def test_fp16_looks_for_its_scale_undisturbed(tmp_path: Path) -> None:
-    """An overflow is no anomaly while the scale can be its cause; gradients that are always bad are one."""
-    scaled = {"precision": {"mode": "fp16", "initial_scale": 2.0**60}}
-    assert attempt(tmp_path / "run", small(**SEED, **scaled, max_steps=12)).code == 0
-    scaled = {"precision": {"mode": "fp16", "initial_scale": 4.0}}
-    bad = attempt(tmp_path / "bad", small(**SEED, **scaled), before=poison(range(16), "gradient"))
-    assert bad.code == 1 and named(bad.line, "4 gradient")
-    lost = attempt(tmp_path / "lost", small(**SEED, **scaled), before=poison([2], "loss"))
-    assert lost.code == 1 and named(lost.line, "3 loss")
+    """An overflow is no anomaly while the scale can be its cause."""
+    attempt(tmp_path / "run", scaled(2.0**60), code=0)
 
 
 def trained(

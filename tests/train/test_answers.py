@@ -11,7 +11,9 @@ from tests.helpers.chat_folders import CHATML, chat_folder
 from tests.helpers.forked import attempt
 from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import same
 from tests.helpers.small_gpt import SMALL
+from tests.helpers.steps import ALONE
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
@@ -35,37 +37,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recipe_of(folder: Path, *prompts: str, **sections: Any) -> Recipe:
-    return make_recipe(
-        task="language",
-        data={
-            "name": "conversations",
-            "path": f"{folder}/a.jsonl",
-            "global_batch_size": 2,
-            "micro_batch_size": 1,
-        },
-        language={
-            **SMALL,
-            "sequence_length": 64,
-            "tokenizer": f"{folder}/chat",
-            "prompts": prompts,
-            "answer_tokens": 9,
-        },
-        **{"epochs": 20, "optim": {"lr": 0.02, "schedule": "constant"}, **sections},
-    )
+    data: dict[str, Any] = {"name": "conversations", "path": f"{folder}/a.jsonl"}
+    data |= {"global_batch_size": 2, "micro_batch_size": 1}
+    language = {**SMALL, "sequence_length": 64, "tokenizer": f"{folder}/chat"}
+    language |= {"prompts": prompts, "answer_tokens": 9}
+    more = {"epochs": 20, "optim": {"lr": 0.02, "schedule": "constant"}, **sections}
+    return make_recipe(task="language", data=data, language=language, **more)
 
 
 def test_prompts_are_answered_and_the_bits_are_those_without(folder: Path) -> None:
-    short = {
-        "log": {"every": 1, "to": ["jsonl"]},
-        "ema": {"decay": 0.5},
-        "evaluation": {"every": "10 epochs"},
-    }
+    short: dict[str, Any] = {"log": {"every": 1, "to": ["jsonl"]}, "ema": {"decay": 0.5}}
+    short |= {"evaluation": {"every": "10 epochs"}}
     asked, plain = folder / "asked", folder / "plain"
     for run, prompts in ((asked, ASKED), (plain, ())):
-        done = attempt(run, recipe_of(folder, *prompts, **short))
-        assert done.code == 0, done.said
-    for name in ("model.safetensors", "ema.safetensors"):
-        assert (asked / name).read_bytes() == (plain / name).read_bytes()
+        attempt(run, recipe_of(folder, *prompts, **short), code=0)
+    assert same(asked, plain)
     rows = read_rows(asked, ("answers",))
     assert [row["step"] for row in rows] == [row["step"] for row in read_rows(asked, ("eval",))]
     assert rows[-1]["answer/what is <b>it</b>?"] == "the cat", "to the token that ends the turn"
@@ -84,9 +70,8 @@ def rank_answers(world: World, recipe: Recipe) -> Any:
 
 def test_of_several_ranks_the_first_answers_and_a_sharded_model_the_same(ranks: Ranks, folder: Path) -> None:
     recipe = recipe_of(folder, *ASKED)
-    alone = rank_answers(World(0, 1, 0, torch.device("cpu"), None), recipe)
-    both = ranks.run(2, rank_answers, recipe)
-    assert both == [alone, None]
+    alone = rank_answers(ALONE, recipe)
+    assert ranks.run(2, rank_answers, recipe) == [alone, None]
     sharded = recipe_of(folder, *ASKED, parallel={"strategy": "fsdp", "threads": 1})
     assert ranks.run(2, rank_answers, sharded)[0] == alone
 
@@ -95,6 +80,5 @@ def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
     with refused("language.prompts 64"):
         build_alone(recipe := recipe_of(folder, "a " * 99), make_task(recipe))
     with refused("language.prompts data.name=conversations"):
-        make_task(
-            make_recipe(task="language", data={"name": "synthetic"}, language={**SMALL, "prompts": ["a"]})
-        )
+        language = {**SMALL, "prompts": ["a"]}
+        make_task(make_recipe(task="language", data={"name": "synthetic"}, language=language))

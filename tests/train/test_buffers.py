@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.helpers.ports import free_port
 from tests.helpers.refusals import named
-from tests.helpers.steps import State, assert_same_bits
+from tests.helpers.steps import State, assert_same_bits, train_some
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import Ranks
+from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
 from trainer.launch.worker import Worker
 from trainer.train.components.run import build
-from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 
 F64 = torch.float64
@@ -56,52 +57,32 @@ class Keeping(nn.Module):
         return result
 
 
-class Task(TokenTask):
-    """Has a model of a kind."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(32, ragged=False)
-        self.kind = kind
-
-    def model(self) -> nn.Module:
-        return Keeping(self.kind)
+def task_of(kind: str) -> TokenTask:
+    return TokenTask(32, ragged=False, make=lambda: Keeping(kind))
 
 
-def built(world: World, task: TokenTask, reduction: str = "all_reduce", **parallel: Any) -> Run:
-    recipe = make_recipe(
+def recipe_of(reduction: str = "all_reduce", **parallel: Any) -> Recipe:
+    return make_recipe(
         epochs=2,
         data={"global_batch_size": 8, "micro_batch_size": 2},
         optim={"lr": 0.01, "weight_decay": 0.1},
         ema={"decay": 0.9},
         parallel={"threads": 1, "reduction": reduction, **parallel},
     )
-    return build(recipe, task, world, workers=0)
 
 
-def train(world: World, task: TokenTask, steps: range, state: State | None, *how: Any, **more: Any) -> State:
+def train(world: World, kind: str, steps: range, state: State | None, reduction: str) -> State:
     """Trains some steps of a run, from a saved state; gives the state after them."""
-    run = built(world, task, *how, **more)
-    if state is not None:
-        load_tensors(run.state, steps.start, state)
-    run.replica.train()
-    batches = run.loader(run.share.batches(steps.start))
-    for step in steps:
-        train_step(run, batches, step)
-    kinds = tensors_of(run.state).items()
-    return {kind: {name: tensor.detach().clone() for name, tensor in part.items()} for kind, part in kinds}
-
-
-def train_kind(world: World, kind: str, steps: range, state: State | None, *how: Any) -> State:
-    return train(world, Task(kind), steps, state, *how)
+    return train_some(recipe_of(reduction), task_of(kind), steps, state, world)[0]
 
 
 @pytest.mark.parametrize(("kind", "reduction"), [("replaced", "all_reduce"), ("complex", "tree")])
 def test_a_run_on_two_ranks_goes_on_exactly(ranks: Ranks, kind: str, reduction: str) -> None:
     """Each rank from the first one's state, as a checkpoint holds it."""
-    whole, other = ranks.run(2, train_kind, kind, range(5), None, reduction)
-    begun = ranks.run(2, train_kind, kind, range(2), None, reduction)
+    whole, other = ranks.run(2, train, kind, range(5), None, reduction)
+    begun = ranks.run(2, train, kind, range(2), None, reduction)
     assert_same_bits(whole, other)
-    for state in ranks.run(2, train_kind, kind, range(2, 5), begun[0], reduction):
+    for state in ranks.run(2, train, kind, range(2, 5), begun[0], reduction):
         assert_same_bits(whole, state)
     mean = whole["model"]["mean"]
     assert int(whole["model"]["seen"]) == 5 and float(mean.abs().min()) > 0
@@ -112,20 +93,19 @@ def test_statistics_of_ones_own_are_those_of_torch() -> None:
     """One update a step of one micro-batch: what the model itself would do."""
     recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 8}, optim={"lr": 1e-9})
     for kind in ("complex", "replaced"):
-        run = build_alone(recipe, Task(kind))
+        run = build_alone(recipe, task_of(kind))
         alone = Keeping(kind).train()
         alone.load_state_dict(run.state.model.state_dict())
         for step, batch in zip(range(4), run.loader(run.share.batches()), strict=False):
             train_step(run, iter([batch]), step)
             alone(batch.fields["x"])
-        for name, buffer in alone.named_buffers():
-            assert torch.allclose(run.state.model.get_buffer(name), buffer, rtol=1e-6), (kind, name)
+        assert_close(dict(run.state.model.named_buffers()), dict(alone.named_buffers()), rtol=1e-6, atol=1e-8)
 
 
 def told(world: World, kind: str) -> tuple[str, str]:
     """What is refused, or what is said."""
     try:
-        return "", "\n".join(built(world, Task(kind)).notes)
+        return "", "\n".join(build(recipe_of(), task_of(kind), world, 0).notes)
     except BadInputError as error:
         return str(error), ""
 
@@ -156,9 +136,8 @@ def _alone_in_leaving(number: int, port: int, pipe: Any) -> None:
     os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": port}.items()})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with Worker() as worker, joined_world("cpu", 60) as world:
-        task = TokenTask(32, ragged=False)
-        task.model = lambda: Branching(world.rank == 1)  # type: ignore[method-assign]
-        train(world, task, range(8), None, bucket_mb=1)
+        task = TokenTask(32, ragged=False, make=lambda: Branching(world.rank == 1))
+        train_some(recipe_of(bucket_mb=1), task, range(8), world=world)
     assert worker.record is not None
     pipe.send((worker.record.code, worker.record.line, worker.record.consequence))
     os._exit(0)

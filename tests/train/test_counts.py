@@ -1,8 +1,6 @@
 """Promise: what a step costs doesn't grow unseen. Counted, not timed: the machine's load changes nothing."""
 
-import contextlib
 import gc
-import math
 import os
 import re
 import shutil
@@ -12,22 +10,20 @@ import threading
 import tracemalloc
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from torch.autograd.profiler import profile
 
-from benchmarks import overhead
-from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps
+from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps, tiny_steps_by_hand
 from trainer.distributed.parallel import silenced
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
+PATHS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 # Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1: 0.714; a percent
 # more or less by who built Python, and beside other work. After a change that is worth
@@ -52,17 +48,11 @@ def instructions(folder: Path, program: Path) -> list[int]:
     library = folder / "marks.so"
     source = HELPERS / "callgrind_marks.c"
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", source, "-o", library], check=True)
-    valgrind = [
-        "valgrind",
-        "-q",
-        "--tool=callgrind",
-        "--instr-atstart=no",
-        f"--callgrind-out-file={folder}/out",
-    ]
-    words = [*valgrind, sys.executable, str(program), str(library), str(_FIRST), str(_LAST)]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run(words, check=True, env=environment, timeout=600)
+    words = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out"]
+    words += [sys.executable, str(program), str(library), str(_FIRST), str(_LAST)]
+    subprocess.run(
+        words, check=True, env={**os.environ, "PYTHONPATH": PATHS, "PYTHONHASHSEED": "0"}, timeout=600
+    )
     dumps = (folder / f"out.{number}" for number in (1, 2))
     return [int(re.findall(r"^totals: (\d+)", dump.read_text(), re.MULTILINE)[0]) for dump in dumps]
 
@@ -118,13 +108,7 @@ def test_pythons_own_instructions_of_a_step(tmp_path: Path) -> None:
     ours, by_hand = Bytecodes(), Bytecodes()
     try:
         tiny_steps(tmp_path, 150, ours.step)
-
-        def cos(angle: float) -> float:  # of the learning rate, once a step
-            by_hand.step(round(angle * 150 / math.pi))
-            return math.cos(angle)
-
-        with mock.patch.dict(overhead.by_hand.__globals__, math=SimpleNamespace(cos=cos, pi=math.pi)):
-            overhead.by_hand(overhead.TinyTask(), overhead.tiny_recipe(150).optim, 150)
+        tiny_steps_by_hand(150, by_hand.step)
     finally:
         sys.settrace(before)
     assert ours.counts == ours.counts[:1] * 40 and by_hand.counts == by_hand.counts[:1] * 40
@@ -143,12 +127,10 @@ def test_a_step_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> Non
         seen.append(now.copy())
         now.clear()
 
-    def opened(event: str, arguments: Any) -> None:
-        if event == "open" and threading.current_thread() is threading.main_thread():
-            now[f"open {arguments[0]}"] += 1
-
-    with auditing(opened), counting(now):
+    _opened_by.append(now)
+    with counting(now):
         tiny_steps(tmp_path, 150, done)
+    _opened_by.clear()
     between = seen[55:95]  # a row comes after every 50th
     assert between == between[:1] * len(between), [count - between[0] for count in between]
     one = between[0]
@@ -159,20 +141,16 @@ def test_a_step_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> Non
     assert sum(of(one, "copied").values()) == COPIED, of(one, "copied")
 
 
-_listener: list[Callable[[str, Any], None]] = []
-sys.addaudithook(lambda event, arguments: [hear(event, arguments) for hear in _listener] and None)
+_opened_by: list[Counter[str]] = []  # an audit hook can't be taken away again: it counts for nobody otherwise
 
 
-@contextlib.contextmanager
-def auditing(hear: Callable[[str, Any], None]) -> Iterator[None]:
-    """An audit hook can't be taken away again, so there is one that listens to nobody otherwise."""
-    _listener.append(hear)
-    try:
-        yield
-    finally:
-        _listener.remove(hear)
+def _opened(event: str, arguments: Any) -> None:
+    if event == "open" and threading.current_thread() is threading.main_thread():
+        for counter in _opened_by:
+            counter[f"open {arguments[0]}"] += 1
 
 
+sys.addaudithook(_opened)
 RANK = """
 import sys
 from trainer.cli import main
@@ -191,12 +169,11 @@ def test_a_rank_imports_no_compiler(tmp_path: Path) -> None:
     """
     skip_with_another_torch()
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     settings = ("max_steps=1", "data.limit=64", "device=cpu", "data.workers=0", "parallel.threads=1")
     done = subprocess.run(
         [sys.executable, "-c", RANK, "train", "digits", *(f"--set={setting}" for setting in settings)],
         cwd=tmp_path,
-        env={**os.environ, **rank, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **rank, "PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
         check=True,
@@ -217,7 +194,8 @@ def test_nothing_of_pythons_grows_from_step_to_step(tmp_path: Path) -> None:
             tracemalloc.start()
         if step in looks:
             gc.collect()
-            forget_names()
+            # The interpreter's table of attributes holds names that C++ made anew for each look-up.
+            getattr(sys, "_clear_internal_caches" if sys.version_info >= (3, 13) else "_clear_type_cache")()
             kept[looks.index(step)] = tracemalloc.get_traced_memory()[0]
 
     try:
@@ -229,11 +207,6 @@ def test_nothing_of_pythons_grows_from_step_to_step(tmp_path: Path) -> None:
     # A list that gets None in each step would take 800 bytes more each time. The median, because another
     # thread may keep something, once.
     assert abs(np.median(growth)) < 200, growth
-
-
-def forget_names() -> None:
-    """Empties the interpreter's table of attributes: it holds names that C++ made anew for each look-up."""
-    getattr(sys, "_clear_internal_caches" if sys.version_info >= (3, 13) else "_clear_type_cache")()
 
 
 def test_a_step_allocates_so_much_and_gives_it_all_back(tmp_path: Path) -> None:

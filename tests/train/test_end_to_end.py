@@ -1,6 +1,5 @@
 """Promise: one command trains on real data, on one rank or several; the run folder holds everything."""
 
-import json
 import os
 import re
 import signal
@@ -17,46 +16,44 @@ import yaml
 from tests.helpers import preloaded
 from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import manifest
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.data.sources import load_images
 from trainer.models.images import build_model
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["--set", "epochs=2", "--set", "data.micro_batch_size=32", "--set", "parallel.threads=1"]
 
 
-def trainer(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer", *arguments]
-    return preloaded.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+def trained(folder: Path, *settings: str) -> Path:
+    """The run folder that a command made."""
+    command = [sys.executable, "-m", "trainer", "train", "digits", *settings]
+    done = preloaded.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    (run,) = (path for path in (folder / "runs").iterdir() if not path.is_symlink())
+    return run
 
 
 @pytest.mark.slow
 def test_digits_reach_98_percent(tmp_path: Path) -> None:
-    done = trainer(tmp_path, "train", "digits")
-    assert done.returncode == 0, done.stderr
-    (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
-    assert read_rows(folder)[-1]["accuracy"] >= 0.98
+    assert read_rows(trained(tmp_path))[-1]["accuracy"] >= 0.98
 
 
 def test_all_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
-    done = trainer(tmp_path, "train", "digits", *QUICK)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
+    folder = trained(tmp_path, "epochs=2", "data.micro_batch_size=32", "parallel.threads=1")
     assert re.fullmatch(r"digits-[0-9a-f]{8}-1", folder.name)
     end = read_rows(folder)[-1]
     assert end["kind"] == "end"
     assert end["accuracy"] >= 0.75, "0.87 after two passes; all thirty come to 0.98"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["status"] == "finished"
-    assert manifest["summary"]["accuracy"] == end["accuracy"]
-    assert manifest["steps_done"] == end["step"]
-    assert manifest["data"]["classes"] == list("0123456789")
-    assert (manifest["data"]["mean"], manifest["data"]["std"]) == ([0.287], [0.354])
-    assert yaml.safe_load((folder / "config.yaml").read_text()) == manifest["config"]
+    facts = manifest(folder)
+    assert (facts["status"], facts["steps_done"]) == ("finished", end["step"])
+    assert facts["summary"]["accuracy"] == end["accuracy"]
+    assert facts["data"]["classes"] == list("0123456789")
+    assert (facts["data"]["mean"], facts["data"]["std"]) == ([0.287], [0.354])
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == facts["config"]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     # The weights are plain safetensors, and the averaged ones are those that were measured.
-    config = ModelConfig(**manifest["config"]["model"])
+    config = ModelConfig(**facts["config"]["model"])
     for name in ("model", "ema"):
         model = build_model(config, 1, 10)
         model.load_state_dict(safetensors.torch.load_file(folder / f"{name}.safetensors"))
@@ -67,9 +64,8 @@ def test_all_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
     with torch.inference_mode():
         scores = model.eval()(pixels)
     assert float((scores.argmax(1) == labels).float().mean()) == pytest.approx(end["accuracy"], abs=1.5 / 360)
-    evaluation = [row for row in read_rows(folder) if row["kind"] == "eval"][-1]
     loss = torch.nn.functional.cross_entropy(scores, labels)
-    assert float(loss) == pytest.approx(evaluation["loss"], rel=1e-3)
+    assert float(loss) == pytest.approx(read_rows(folder, ("eval",))[-1]["loss"], rel=1e-3)
 
 
 INTERRUPTED = """
@@ -86,15 +82,10 @@ sys.meta_path.insert(0, Finder())
 def test_ctrl_c_while_it_imports_ends_it_at_once(tmp_path: Path, module: str, code: int) -> None:
     """In the launcher, which leaves without a word, or in the rank; an exception would be a traceback."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainer", "train", "digits"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = [sys.executable, "-m", "trainer", "train", "digits"]
+    how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module}
+    ended = subprocess.run(words, check=False, env=environment, **how)
     assert (ended.returncode, ended.stdout) == (code, "")
     said = ended.stderr.splitlines()
     assert said == [] if code < 0 else len(said) == 1 and named(said[0], "SIGINT")

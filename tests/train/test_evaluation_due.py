@@ -1,6 +1,5 @@
 """Promise: a run is evaluated when its recipe says, resumed or not, and ends when that gets no better."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,8 +12,10 @@ from hypothesis import example, given, strategies as st
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import manifest, same
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.checkpoint import CHECKPOINTS
+from trainer.checkpoint.folder import folder_name
 from trainer.config.data import Last
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
@@ -91,25 +92,11 @@ def evaluated(folder: Path) -> list[int]:
     return [row["step"] for row in read_rows(folder, ("eval",))]
 
 
-def learned(folder: Path) -> list[bytes]:
-    return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "ema")]
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return read
-
-
-def checkpoints(folder: Path) -> set[int]:
-    return {int(path.name.rpartition("-")[2]) for path in (folder / CHECKPOINTS).glob("step-*")}
-
-
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended early."""
     folder = tmp_path_factory.mktemp("patient") / "run"
-    done = attempt(folder, PATIENT, before=scored())
-    assert done.code == 0, done.said
+    done = attempt(folder, PATIENT, before=scored(), code=0)
     assert named(done.said, f"{ENDS} 16 {BEST} 3")
     return folder
 
@@ -119,36 +106,30 @@ def test_patience_ends_a_run(patient: Path) -> None:
     assert (manifest(patient)["status"], manifest(patient)["steps_done"]) == ("finished", ENDS)
     assert read_rows(patient, ("end",))[-1]["step"] == ENDS
     assert read_rows(patient, ("train",))[-1]["step"] == ENDS
-    assert checkpoints(patient) == {BEST, ENDS}, "the best and the last"
+    kept = {path.name for path in (patient / CHECKPOINTS).iterdir()}
+    assert kept == {folder_name(step) for step in (BEST, ENDS)}, "the best and the last"
 
 
 def test_stopped_between_two_evaluations_it_ends_at_the_same_step(patient: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert attempt(folder, PATIENT, stop_after=9, before=scored()).code == 75
-    assert attempt(folder, PATIENT, before=scored()).code == 0
+    attempt(folder, PATIENT, stop_after=9, before=scored(), code=75)
+    attempt(folder, PATIENT, before=scored(), code=0)
     assert evaluated(folder) == evaluated(patient)
     assert manifest(folder)["steps_done"] == ENDS
-    assert learned(folder) == learned(patient)
-
-
-def again(**changes: Any) -> Recipe:
-    values = PATIENT.model_dump(mode="json")
-    return small(
-        **{**values, **changes, "evaluation": {**values["evaluation"], **changes.get("evaluation", {})}}
-    )
+    assert same(folder, patient)
 
 
 def test_more_steps_alone_do_not_extend_a_run_that_is_out_of_patience(patient: Path, tmp_path: Path) -> None:
     """With more patience it goes on, by that alone, too."""
     folder = shutil.copytree(patient, tmp_path / "run")
     assert manifest(folder)["out_of_patience"] == 3
-    refused = attempt(folder, again(max_steps=20))
+    refused = attempt(folder, PATIENT.model_copy(update={"max_steps": 20}))
     assert (refused.code, refused.said) == (2, "")
     assert named(refused.line, f"{ENDS} evaluation.patience 3 0")
     assert attempt(folder, PATIENT, "force").code == 0, "nothing of its end was changed"
-    scores = {**SCORES, 16: 0.2}
-    done = attempt(folder, again(evaluation={"patience": 9}), before=scored(scores))
-    assert done.code == 0, done.line
+    scores, patienter = {**SCORES, 16: 0.2}, PATIENT.model_copy(deep=True)
+    patienter.evaluation.patience = 9
+    attempt(folder, patienter, before=scored(scores), code=0)
     assert (manifest(folder)["steps_done"], manifest(folder)["out_of_patience"]) == (16, 0)
 
 

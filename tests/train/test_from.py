@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import yaml
 
 from tests.helpers.forked import attempt, replace, small
+from tests.helpers.marked import flip
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.rows import read_rows
-from tests.helpers.run_folders import changed, rewrite, with_state
+from tests.helpers.run_folders import changed, manifest, rewrite, same, with_state
+from tests.helpers.steps import State, assert_same_bits, saved
 from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint.folder import read
 from trainer.cli import main
@@ -23,7 +24,7 @@ from trainer.config.recipe import Recipe
 from trainer.runs.folder import KEPT
 from trainer.train.components.checkpoint_choice import chosen_checkpoint
 from trainer.train.start import rank as trainer
-from trainer.train.state import numbers_of, tensors_of
+from trainer.train.state import numbers_of
 
 # The schedule stays where it is, so that only what is taken over decides.
 CONSTANT: dict[str, Any] = {"optim": {"schedule": "constant", "warmup_steps": 0.0}}
@@ -37,63 +38,37 @@ def recipe(**sections: Any) -> Recipe:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with checkpoints of steps 15 and 16, and the best."""
     folder = tmp_path_factory.mktemp("from") / "source"
-    done = attempt(folder, recipe(checkpoint={"best": True}))
-    assert done.code == 0, done.said
+    attempt(folder, recipe(checkpoint={"best": True}), code=0)
     return folder
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return read
-
-
-def learned(folder: Path) -> list[bytes]:
-    return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "ema")]
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def at_step_0(folder: Path, of: Recipe, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def at_step_0(folder: Path, of: Recipe, source: str) -> tuple[State, dict[str, Any]]:
     """The state that a run begins with: its tensors, and its numbers."""
     file = folder.with_suffix(".begun")
 
     def look() -> None:
         def stop_there(run: Any, *_: Any, **__: Any) -> None:
-            tensors = {
-                f"{kind}|{name}": t.contiguous()
-                for kind, part in tensors_of(run.state).items()
-                for name, t in part.items()
-            }
-            numbers = json.dumps({**numbers_of(run.state, []), "step": run.state.step})
-            copies = {name: tensor.clone() for name, tensor in tensors.items()}
-            safetensors.torch.save_file(copies, file, {"numbers": numbers})
+            torch.save((saved(run), {**numbers_of(run.state, []), "step": run.state.step}), file)
             os._exit(0)
 
         replace(trainer, "train", stop_there)
 
-    done = attempt(folder, of, before=look, source=source)
-    assert done.code == 0, done.line
-    tensors: dict[str, Any] = {}
-    for name, tensor in safetensors.torch.load_file(file).items():
-        kind, _, rest = name.partition("|")
-        tensors.setdefault(kind, {})[rest] = tensor
-    with safetensors.safe_open(file, "pt") as opened:
-        return tensors, json.loads(opened.metadata()["numbers"])
+    attempt(folder, of, before=look, source=source, code=0)
+    return torch.load(file)  # type: ignore[no-any-return]
 
 
 def test_a_run_begins_with_the_very_bits(tmp_path: Path, source: Path) -> None:
     """All but the counts: these are a new run's."""
     tensors, numbers = at_step_0(tmp_path / "run", recipe(), str(source))
     there = read(checkpoint_of(source, 16)).tensors
-    counts = {"updates": torch.zeros(1, dtype=torch.int64), "ema/moved_at": torch.zeros(1, dtype=torch.int64)}
-    wanted = {**there, "optimizer": {**there["optimizer"], **counts}}
-    assert tensors.keys() == wanted.keys() == {"model", "optimizer", "ema"}
-    for kind, part in wanted.items():
-        assert tensors[kind].keys() == part.keys()
-        for name, tensor in part.items():
-            assert torch.equal(tensors[kind][name], tensor), (kind, name)
+    zero = torch.zeros(1, dtype=torch.int64)
+    optimizer = {**there["optimizer"], "updates": zero, "ema/moved_at": zero}
+    assert tensors.keys() == {"model", "optimizer", "ema"}
+    assert_same_bits(tensors, {**there, "optimizer": optimizer})
     assert (numbers["step"], numbers["best"], numbers["no_better"]) == (0, None, 0)
     assert numbers["averaged_before"] == 16, "the average has found its pace"
 
@@ -103,8 +78,8 @@ def test_killed_before_its_first_checkpoint_it_goes_on_without_the_other_run(
 ) -> None:
     """Then from what it keeps."""
     whole, folder, gone = tmp_path / "whole", tmp_path / "killed", tmp_path / "gone"
-    assert attempt(whole, recipe(seed=1), source=str(source)).code == 0
-    assert learned(whole) != learned(source)
+    attempt(whole, recipe(seed=1), source=str(source), code=0)
+    assert not same(whole, source)
 
     def die() -> None:
         before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGKILL) if done == 3 else None)
@@ -116,9 +91,8 @@ def test_killed_before_its_first_checkpoint_it_goes_on_without_the_other_run(
     assert attempt(folder, recipe(seed=1), source=str(gone), before=die).code == -signal.SIGKILL
     assert not {".snapshot", "link"} & {path.name for path in (folder / KEPT).rglob("*")}
     shutil.rmtree(gone)
-    done = attempt(folder, recipe(seed=1), source=str(gone))
-    assert done.code == 0, done.line
-    assert learned(folder) == learned(whole)
+    attempt(folder, recipe(seed=1), source=str(gone), code=0)
+    assert same(folder, whole)
     assert read_rows(folder, ("train", "eval"))[0]["loss"] == read_rows(whole)[0]["loss"]
 
 
@@ -130,7 +104,7 @@ def test_what_does_not_fit_is_left(tmp_path: Path, source: Path, sections: dict[
     tensors, _ = at_step_0(tmp_path / "run", recipe(**sections), str(source))
     there = read(checkpoint_of(source, 16)).tensors
     assert {name for name in there if name != kind} == {name for name in tensors if name != kind}
-    assert all(torch.equal(tensors["model"][name], tensor) for name, tensor in there["model"].items())
+    assert_same_bits({"model": tensors["model"]}, {"model": there["model"]})
     assert not any(tensor.any() for tensor in tensors.get(kind, {}).values()), "nothing of the other"
 
 
@@ -162,15 +136,12 @@ def test_what_it_cannot_begin_from_is_one_line(
     place: Path, capfd: pytest.CaptureFixture[str], words: str, names: str
 ) -> None:
     shutil.copytree("a", "torn")
-    weights = checkpoint_of(place / "torn", 16) / "model.safetensors"
-    data = weights.read_bytes()
-    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip(checkpoint_of(place / "torn", 16) / "model.safetensors", -1, 0)
     facts = manifest(place / "a")
     facts["config"]["data"]["path"] = "https://***@host/data"
     Path("secret").mkdir()
     Path("secret", "manifest.json").write_text(json.dumps(facts))
-    code = main(["train", *words.split()])
-    refusal(code, capfd.readouterr().err, names)
+    refusal(main(["train", *words.split()]), capfd.readouterr().err, names)
     assert not (place / "runs").exists() or not list((place / "runs").iterdir()), "nothing was begun"
 
 
@@ -191,8 +162,7 @@ def test_the_same_command_goes_on_with_the_run_that_it_began(capfd: pytest.Captu
     words = ["train", "--init-from", "a@15", "--out", "b", "seed=5", "max_steps=3"]
     assert main([*words, "--stop-after", "1"]) == 75
     capfd.readouterr()
-    code = main([*words[:2], "a@16", *words[3:]])
-    refusal(code, capfd.readouterr().err, "15")
+    refusal(main([*words[:2], "a@16", *words[3:]]), capfd.readouterr().err, "15")
     assert main(words) == 0
     shutil.rmtree("a")
     assert main(["verify", "b"]) == 0

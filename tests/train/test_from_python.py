@@ -10,7 +10,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,16 @@ import pytest
 import torch
 
 from tests.helpers.refusals import named, refused
-from tests.helpers.small_task import Small
+from tests.helpers.small_task import SETTINGS, Small
 from trainer import fit
 from trainer.checkpoint import CHECKPOINTS
 from trainer.errors import BadInputError
 from trainer.host.latest import MANIFEST
 from trainer.host.limits import allowed_cpus
 from trainer.runs.manifest import read_stored
+from trainer.runs.report.write import report_failure
 
-SETTINGS = {
-    "epochs": 1,
-    "data.global_batch_size": 5,
-    "data.micro_batch_size": 5,
-    "log.to": ["jsonl"],
-    "log.every": 1,
-    "parallel.threads": 1,
-}
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def quick(task: Any = Small, out: Any = "run", hooks: Any = (), **settings: Any) -> Any:
@@ -56,16 +45,6 @@ class At2:
     def after_step(self, row: dict[str, Any]) -> None:
         if row["step"] == 2:
             self.act()
-
-
-def raises(error: BaseException) -> Callable[[], None]:
-    def act() -> None:
-        raise error
-
-    return act
-
-
-# --- what is given back ---
 
 
 class Meddler(Small):
@@ -97,27 +76,20 @@ def others_work() -> None:
 
 def process_state() -> dict[str, Any]:
     """What a process has that a run might change."""
-    backends = torch.backends
+    backends, numbers = torch.backends, np.random.get_state(legacy=False)
+    cudnn = backends.cudnn
+    parts = (backends.cuda.matmul, cudnn, getattr(cudnn, "conv", None))
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": torch.get_num_threads(),
         "python's threads": threading.active_count(),
-        "random": (
-            random.getstate(),
-            np.random.get_state(legacy=False)["state"]["key"].tolist(),
-            torch.get_rng_state().tolist(),
-        ),
+        "random": [random.getstate(), numbers["state"]["key"].tolist(), torch.get_rng_state().tolist()],
         "deterministic": torch.get_deterministic_debug_mode(),
         "fill": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009
-        "cudnn": [
-            getattr(backends.cudnn, n) for n in ("benchmark", "deterministic", "enabled", "benchmark_limit")
-        ],
+        "cudnn": [cudnn.benchmark, cudnn.deterministic, cudnn.enabled, cudnn.benchmark_limit],
         "attention": backends.cuda.cudnn_sdp_enabled(),
-        "tf32": (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32),
-        "precisions": [
-            getattr(part, "fp32_precision", None)
-            for part in (backends.cuda.matmul, backends.cudnn, getattr(backends.cudnn, "conv", None))
-        ],
+        "tf32": (torch.get_float32_matmul_precision(), cudnn.allow_tf32),
+        "precisions": [getattr(part, "fp32_precision", None) for part in parts],
         "default": (torch.get_default_dtype(), torch.get_default_device()),
         "modes": (torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_inference_mode_enabled()),
         "numpy": np.geterr(),
@@ -138,33 +110,29 @@ def process_state() -> dict[str, Any]:
 def free(folder: Path) -> bool:
     """Whether another process can lock a run folder."""
     if not (child := os.fork()):
-        code = 1
-        try:
-            with (folder / ".lock").open("r+b") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            code = 0
-        finally:
-            os._exit(code)
+        with suppress(BaseException), (folder / ".lock").open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os._exit(0)
+        os._exit(1)
     return os.waitpid(child, 0)[1] == 0
 
 
 @pytest.fixture
-def odd_switches() -> Iterator[None]:
+def odd_switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Switches that the user has set, other than torch's defaults."""
+    monkeypatch.setenv("TO_BE_KEPT", "1")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    os.environ["TO_BE_KEPT"] = "1"
     yield
     torch.set_float32_matmul_precision(before)
     torch.use_deterministic_algorithms(False)
-    del os.environ["TO_BE_KEPT"]
 
 
 FORKSERVER = pytest.mark.xdist_group("forkserver")  # which imports torch, once for all tests of the group
 ENDS: dict[str, tuple[type[BaseException] | None, Any, dict[str, Any]]] = {
     "finished": (None, (), {"deterministic": True}),
-    "failed": (KeyError, (At2(raises(KeyError("x"))),), {}),
+    "failed": (KeyError, (At2(lambda: os.environ["NONE"]),), {}),
     "refused": (BadInputError, (), {"model.freeze": ["nothing"]}),
     "with workers": (None, (), {"data.workers": 1, "data.resident": False}),
 }
@@ -180,11 +148,8 @@ def test_a_process_has_back_what_it_had(here: Path, end: str) -> None:
         run = here / f"run-{number}"
         gc.collect()
         before = process_state()
-        if error is None:
+        with nullcontext() if error is None else pytest.raises(error):
             quick(Meddler, run, hooks, **settings)
-        else:
-            with pytest.raises(error):
-                quick(Meddler, run, hooks, **settings)
         gc.collect()
         after = process_state()
         if not number:
@@ -231,29 +196,22 @@ def test_what_others_set_meanwhile_stays(here: Path) -> None:
     assert after["folder"] == here
 
 
+@pytest.mark.usefixtures("undone")
 def test_a_default_dtype_that_is_not_ours_is_refused(here: Path) -> None:
     torch.set_default_dtype(torch.float64)
-    try:
-        with refused("torch.float64 torch.set_default_dtype(torch.float32)"):
-            quick()
-        assert torch.get_default_dtype() is torch.float64 and not (here / "run").exists()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with refused("torch.float64 torch.set_default_dtype(torch.float32)"):
+        quick()
+    assert torch.get_default_dtype() is torch.float64 and not (here / "run").exists()
 
 
-def test_precisions_that_are_set_by_part_come_back() -> None:
+def test_precisions_that_are_set_by_part_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("torch 2.9")
-    parts = [attrgetter(place)(torch.backends) for place in ("cuda.matmul", "mkldnn.matmul")]
-    before = [part.fp32_precision for part in parts]
-    try:
-        for part in parts:
-            part.fp32_precision = "tf32"
-        quick()
-        assert [part.fp32_precision for part in parts] == ["tf32", "tf32"]
-    finally:
-        for part, precision in zip(parts, before, strict=True):
-            part.fp32_precision = precision
+    parts: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    for part in parts:
+        monkeypatch.setattr(part, "fp32_precision", "tf32")
+    quick()
+    assert [part.fp32_precision for part in parts] == ["tf32", "tf32"]
 
 
 def test_what_surrounds_the_call_changes_nothing(here: Path) -> None:
@@ -269,18 +227,14 @@ def test_what_surrounds_the_call_changes_nothing(here: Path) -> None:
     assert {path.name for path in here.iterdir()} >= {"run", "around", "off"}
 
 
-# --- one at a time ---
-
-
 def test_a_second_one_at_once_is_refused() -> None:
     """In a hook, and in a thread beside it."""
     said = []
 
     def second() -> None:
-        try:
+        with refused() as found:
             quick(out="other")
-        except BadInputError as error:
-            said.append(str(error))
+        said.append(found.value)
 
     def both_ways() -> None:
         second()
@@ -294,9 +248,6 @@ def test_a_second_one_at_once_is_refused() -> None:
     quick(out="after")
 
 
-# --- hooks ---
-
-
 @pytest.fixture
 def pythons_own_interrupt() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -304,12 +255,9 @@ def pythons_own_interrupt() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupts(times: int) -> Any:
-    def interrupt() -> None:
-        for _ in range(times):
-            signal.raise_signal(signal.SIGINT)
-
-    return interrupt
+def interrupt(times: int) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.usefixtures("pythons_own_interrupt")
@@ -317,46 +265,30 @@ def test_the_first_interrupt_saves_and_a_second_does_not_wait(here: Path) -> Non
     whole = quick(out="whole", epochs=4)
     for out, times, status in (("once", 1, "stopped"), ("twice", 2, "failed")):
         with pytest.raises(KeyboardInterrupt):
-            quick(out=out, epochs=4, hooks=[At2(interrupts(times))])
+            quick(out=out, epochs=4, hooks=[At2(partial(interrupt, times))])
         stored = read_stored(here / out)
         assert stored is not None and stored.status == status
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert any((here / out / CHECKPOINTS).glob("step-*")) == (times == 1)
         again = quick(out=out, epochs=4)
-        for one, other in zip(again.model().parameters(), whole.model().parameters(), strict=True):
-            assert torch.equal(one, other)
-
-
-# --- the run folder ---
+        assert all(map(torch.equal, again.model().parameters(), whole.model().parameters()))
 
 
 def test_a_folder_that_is_no_run_stays_as_it_is(here: Path) -> None:
-    (here / "full").mkdir()
-    (here / "full" / "config.yaml").write_text("precious")
+    for file, text in (("full/config.yaml", "precious"), ("file", "precious"), (f"odd/{MANIFEST}", "{}")):
+        (here / file).parent.mkdir(exist_ok=True)
+        (here / file).write_text(text)
     (here / "link").symlink_to("full")
-    (here / "file").write_text("precious")
     (here / "dangling").symlink_to("nowhere")
-    (here / "odd").mkdir()
-    (here / "odd" / MANIFEST).write_text("{}")
-    for out, line in {
-        "full": "run folder full",
-        "link": "run folder link",
-        "file": "run folder file",
-        "dangling": "run folder dangling",
-        "odd": "manifest.json",
-        ".": str(here),
-        3: "out=3",
-    }.items():
-        with pytest.raises(BadInputError) as refused:
+    before = {path.name for path in here.rglob("*")}
+    for out in ("full", "link", "file", "dangling"):
+        with refused(f"run folder {out}"):
             quick(out=out)
-        assert named(str(refused.value).replace(f"{here}/", ""), line), out
-    assert {path.name for path in here.rglob("*")} == {
-        *("full", "config.yaml", "link", "file", "dangling", "odd", MANIFEST)
-    }
+    for odd, line in (("odd", "manifest.json"), (".", here), (3, "out=3")):
+        with refused(line):
+            quick(out=odd)
+    assert {path.name for path in here.rglob("*")} == before
     assert (here / "full" / "config.yaml").read_text() == (here / "file").read_text() == "precious"
-
-
-# --- the current folder ---
 
 
 def test_a_task_that_changes_the_folder(here: Path) -> None:
@@ -383,3 +315,21 @@ def test_a_task_that_changes_the_folder(here: Path) -> None:
     os.chdir("/")
     assert [row["step"] for row in again.rows()] == [1, 2, 3, 4]
     assert again.model() is not None
+
+
+def test_a_failed_run_has_its_report(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And its messages speak of `fit`."""
+    report, settings = here / "run" / "report.html", {"data.samples": 9}
+    with pytest.raises(ZeroDivisionError):
+        quick(hooks=[At2(lambda: 1 // 0)], **settings)
+    assert "failed" in report.read_text()
+    assert named(capsys.readouterr().err, "run/report.html data.samples data.name=own")
+    report.unlink()
+    assert (
+        report_failure(report.parent, 75) == 75
+        and report_failure(report.parent, 2) == 2
+        and not report.exists()
+    )
+    assert report_failure(report.parent, 1) == 1 and report.exists()
+    with refused("seed 0 1 run"):
+        quick(seed=1, **settings)

@@ -1,6 +1,5 @@
 """Promise: a model of transformers learns here what a plain loop over single documents learns of it."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of, made
 from tests.helpers.refusals import named, refused
+from tests.helpers.rows import read_rows
+from tests.helpers.steps import ALONE, flat, gradients_of
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
-from tests.train.test_sharding import Gathered
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats.documents import TARGETS
@@ -26,7 +26,6 @@ from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import read_samples
 from trainer.train.state import Run
-from trainer.train.step import train_step
 
 pytestmark = NEEDS
 
@@ -40,23 +39,11 @@ def recipe_of(folder: Path, text: str = "packed", **sections: Any) -> Recipe:
     return make_recipe(task="language", data=data, model=model, language=language, **sections)
 
 
-class ByName:
-    """In the optimizer's place: keeps the gradients."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.gradients = model, dict[str, torch.Tensor]()
-
-    def step(self) -> None:
-        parameters = self.model.named_parameters()
-        self.gradients = {name: one.grad.clone() for name, one in parameters if one.grad is not None}
-
-
-def by_name(run: Run) -> dict[str, torch.Tensor]:
-    """The gradients that the first update gets."""
-    kept: Any = ByName(run.state.model)
-    run.state.optimizer = kept
-    train_step(run, run.loader(run.share.batches()), 0)
-    return kept.gradients  # type: ignore[no-any-return]
+def first_gradients(recipe: Recipe, world: World = ALONE) -> tuple[Run, dict[str, torch.Tensor]]:
+    """Those that the first update gets, by name."""
+    run = build(recipe, make_task(recipe), world, 0)
+    assert (run.state.rows is not None) == (world.size > 1)
+    return run, gradients_of(run)[0][0]
 
 
 def plain(recipe: Recipe, theirs: Any) -> dict[str, torch.Tensor]:
@@ -96,7 +83,7 @@ def test_a_step_with_accumulation_is_that_of_a_plain_loop(
     monkeypatch.setattr(head_loss, "PIECE", piece)
     recipe = recipe_of(folder_of(family, tmp_path, **WORDS, **_still(family)), text)
     wanted = plain(recipe, made(family, **WORDS, **_still(family)).train())
-    found = by_name(build_alone(recipe, make_task(recipe)))
+    _, found = first_gradients(recipe)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not close(found[name], wanted[name])] == []
 
@@ -111,8 +98,8 @@ def test_lora_learns_what_the_weights_would(tmp_path: Path, monkeypatch: pytest.
     lora = {"rank": 3, "alpha": 6.0, "targets": ["*.q_proj", "*.down_proj", "lm_head"]}
     recipe = recipe_of(folder_of("llama", tmp_path, **WORDS), model={"lora": lora})
     wanted = plain(recipe, made("llama", **WORDS))
-    run = build_alone(recipe, make_task(recipe))
-    found, state = by_name(run), run.state.model.state_dict()
+    run, found = first_gradients(recipe)
+    state = run.state.model.state_dict()
     assert len(found) == 2 * (2 + 2 + 1)
     for name in (one.removesuffix(".lora_b") for one in found if one.endswith(".lora_b")):
         # B is zero at first: its gradient is that of the weight, seen through A.
@@ -133,10 +120,8 @@ def test_lora_where_it_cannot_be_is_refused(
 
 
 def learned_of(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    files = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "evaluations")]
-    return [json.loads(row)["loss"] for rows in files for row in rows], load_file(
-        folder / "model.safetensors"
-    )
+    losses = [row["loss"] for kind in ("train", "eval") for row in read_rows(folder, (kind,))]
+    return losses, load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -158,8 +143,7 @@ def test_what_is_held_in_bfloat16_changes_no_bit(
         short: dict[str, Any] = {"optim": {"lr": 0.05}, "log": {"every": 1, "to": ["jsonl"]}}
         short |= {"epochs": 3, "precision": {"mode": "bf16"}, "evaluation": {"every": "1 step"}}
         recipe = recipe_of(tmp_path / "model", text, model=model, **short)
-        done = attempt(tmp_path / dtype, recipe)
-        assert done.code == 0, done.said
+        attempt(tmp_path / dtype, recipe, code=0)
         found.append(learned_of(tmp_path / dtype))
         run = build_alone(recipe, make_task(recipe))
         sizes.append(sum(one.nbytes for one in run.state.model.parameters() if not one.requires_grad))
@@ -171,46 +155,30 @@ def test_what_is_held_in_bfloat16_changes_no_bit(
     assert sizes[1] < (0.75 if family == "gemma2" else 0.55) * sizes[0]
 
 
-def rank_step(world: World, recipe: Recipe) -> list[torch.Tensor]:
-    run = build(recipe, make_task(recipe), world, workers=0)
-    assert (run.state.rows is not None) == (world.size > 1)
-    kept: Any = Gathered(run)
-    run.state.optimizer = kept
-    train_step(run, run.loader(run.share.batches()), 0)
-    return kept.gradients  # type: ignore[no-any-return]
+def rank_step(world: World, recipe: Recipe) -> dict[str, torch.Tensor]:
+    return first_gradients(recipe, world)[1]
 
 
 def test_two_ranks_that_share_it_learn_alike(ranks: Ranks, tmp_path: Path) -> None:
-    folder = folder_of("gemma3_text", tmp_path, **WORDS)
-    memory = {"checkpointing": "blocks"}
+    folder, memory = folder_of("gemma3_text", tmp_path, **WORDS), {"checkpointing": "blocks"}
     recipe = recipe_of(folder, memory=memory)
-    recipe.data.micro_batch_size = 2
     sharded = recipe_of(folder, parallel={"strategy": "fsdp", "threads": 1}, memory=memory)
-    sharded.data.micro_batch_size = 2
-    (alone,) = rank_step(World(0, 1, 0, torch.device("cpu"), None), recipe)
-    (together,) = ranks.run(2, rank_step, sharded)[0]
-    assert close(together, alone)
+    recipe.data.micro_batch_size = sharded.data.micro_batch_size = 2
+    alone, together = rank_step(ALONE, recipe), ranks.run(2, rank_step, sharded)[0]
+    assert close(flat(together), flat(alone)) and together.keys() == alone.keys()
 
 
 def test_a_run_with_a_base_in_bfloat16_is_resumed_and_measured(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path / "model", **WORDS)
-    recipe = recipe_of(
-        folder,
-        model={
-            "lora": {"rank": 2, "dropout": 0.3, "modules_to_save": ["embed_tokens", "lm_head"]},
-            "frozen_dtype": "bf16",
-        },
-        precision={"mode": "bf16"},
-        epochs=4,
-        log={"every": 1, "to": ["jsonl"]},
-        checkpoint={"every": 2, "minutes": 0, "best": False},
-    )
+    lora = {"rank": 2, "dropout": 0.3, "modules_to_save": ["embed_tokens", "lm_head"]}
+    sections: Any = {"model": {"lora": lora, "frozen_dtype": "bf16"}, "precision": {"mode": "bf16"}}
+    sections |= {"checkpoint": {"every": 2, "minutes": 0, "best": False}, "log": {"to": ["jsonl"]}}
+    recipe = recipe_of(folder, epochs=4, **sections)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = attempt(whole, recipe)
-    assert done.code == 0, done.said
+    done = attempt(whole, recipe, code=0)
     assert named(done.said, "model.embed_tokens lm_head 0.3 bfloat16")
-    assert attempt(parts, recipe, stop_after=3).code == 75
-    assert attempt(parts, recipe).code == 0
+    attempt(parts, recipe, stop_after=3, code=75)
+    attempt(parts, recipe, code=0)
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
     base, ended = load_file(folder / "model.safetensors"), load_file(whole / "model.safetensors")
     assert ended["model.embed_tokens.weight"].dtype == ended["lm_head.weight"].dtype == torch.float32
@@ -223,8 +191,7 @@ def test_some_steps_of_lora_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     optim = {"lr": 0.01, "schedule": "constant", "weight_decay": 0.0}
     lora = {"lora": {"rank": 2, "targets": ["all-linear"]}}
     recipe = recipe_of(folder, model=lora, epochs=4, optim=optim, log={"every": 1, "to": ["jsonl"]})
-    assert attempt(tmp_path / "run", recipe).code == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    ours = [row["loss"] for row in rows if row["kind"] == "train"]
+    attempt(tmp_path / "run", recipe, code=0)
+    ours = [row["loss"] for row in read_rows(tmp_path / "run", ("train",))]
     assert ours == pytest.approx(list(plain_losses(recipe)), rel=1e-5)
     assert len(ours) == 4 and ours[3] < ours[0]

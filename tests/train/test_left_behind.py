@@ -1,6 +1,5 @@
 """Promise: what a start measures, tries or builds on the side is gone when the loop begins."""
 
-import functools
 import gc
 import weakref
 from typing import Any
@@ -9,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.steps import go
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.models.activations import measure
 from trainer.train.components.operations import count_operations
-from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 
@@ -34,51 +33,28 @@ class Saving(nn.Module):
         return x + h
 
 
-class Task(TokenTask):
-    """Remembers each model that was asked for, by its parameters and what its blocks gave."""
-
-    def __init__(self) -> None:
-        super().__init__(32, ragged=False, dtype=torch.float32)
-        self.made: list[list[weakref.ref[torch.Tensor]]] = []
-
-    def model(self) -> nn.Module:
-        blocks = nn.Sequential(Saving(), Saving())
-        model = nn.Sequential(nn.Linear(3, 6), blocks, nn.Linear(6, 4))
-        seen = [weakref.ref[torch.Tensor](p) for p in model.parameters()]
-
-        def look(_: nn.Module, __: Any, output: torch.Tensor) -> None:
-            seen.append(weakref.ref(output))
-
-        for block in blocks:
-            block.register_forward_hook(look)
-        self.made.append(seen)
-        return model
+def watched(model: nn.Module, *layers: nn.Module) -> list[Any]:
+    """What parameters and outputs of layers there are, as long as there are."""
+    seen: list[Any] = [weakref.ref(p) for p in model.parameters()]
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output)))
+    return seen
 
 
-def alive(refs: list[Any]) -> int:
+def alive(refs: list[Any]) -> list[Any]:
     gc.collect()
-    return sum(ref() is not None for ref in refs)
+    return [ref() for ref in refs if ref() is not None]
 
 
 def test_what_was_measured_is_gone() -> None:
-    model, refs = nn.Sequential(Saving(), Saving()), list[Any]()
-
-    def look(_: nn.Module, __: Any, output: torch.Tensor) -> None:
-        refs.append(weakref.ref(output))
-
-    for block in model:
-        block.register_forward_hook(look)
-        block.inner.register_forward_hook(look)  # type: ignore[union-attr]
-    measure(model, dict(model.named_children()), functools.partial(_total, model, torch.randn(4, 5, 6)))
-    assert len(refs) > 4 and alive(refs) == 0
-    refs = [weakref.ref(parameter) for parameter in model.parameters()]
-    del model, block
-    assert alive(refs) == 0
-
-
-def _total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = model(x).sum()
-    return result
+    blocks, x = [Saving(), Saving()], torch.randn(4, 5, 6)
+    model = nn.Sequential(*blocks)
+    refs = watched(model, *blocks, *(block.inner for block in blocks))
+    weights = len(refs)
+    measure(model, dict(model.named_children()), lambda one=model: one(x).sum())  # type: ignore[misc]
+    assert len(refs) > weights + 4 and len(alive(refs)) == weights
+    del model, blocks
+    assert not alive(refs)
 
 
 @pytest.mark.parametrize(
@@ -93,20 +69,23 @@ def _total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 )
 def test_a_run_leaves_nothing_and_a_second_one_in_its_process_finds_none(sections: dict[str, Any]) -> None:
     """As a second `fit` builds it: once more in one process."""
+    made: list[list[Any]] = []
+
+    def make() -> nn.Module:
+        blocks = nn.Sequential(Saving(), Saving())
+        model = nn.Sequential(nn.Linear(3, 6), blocks, nn.Linear(6, 4))
+        made.append(watched(model, *blocks))
+        return model
+
     recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, **sections)
-    task = Task()
+    task = TokenTask(32, ragged=False, dtype=torch.float32, make=make)
     for _ in range(2):
         run = build_alone(recipe, task)
         trained = {id(parameter) for parameter in run.state.model.parameters()}
         count_operations(task, run.state.model, 4, CPU)
-        gc.collect()
-        held = [ref() for refs in task.made for ref in refs if ref() is not None]
-        assert {id(tensor) for tensor in held} == trained, "what was tried or measured is still there"
-        del held
-        run.replica.train()
-        batches = run.loader(run.share.batches())
-        for step in range(2):
-            train_step(run, batches, step)
+        held = {id(tensor) for refs in made for tensor in alive(refs)}
+        assert held == trained, "what was tried or measured is still there"
+        go(run, range(2))
         run.close()
-        del run, batches
-        assert alive([ref for refs in task.made for ref in refs]) == 0, "the run is still there"
+        del run
+        assert not alive([ref for refs in made for ref in refs]), "the run is still there"

@@ -2,14 +2,7 @@
 
 import pytest
 
-from trainer.data.workers import (
-    Loading,
-    Sizes,
-    by_rule,
-    bytes_needed,
-    memory_budget,
-    prefetch_by_size,
-)
+from trainer.data.workers import Loading, Sizes, by_rule, bytes_needed, memory_budget, prefetch_by_size
 from trainer.host.limits import Limits
 
 GIB = 1 << 30
@@ -22,12 +15,7 @@ def box(cpus: float = 16, memory: int = 64 * GIB, pids: int | None = None) -> Li
 
 @pytest.mark.parametrize(
     ("sample", "micro_batch_size", "prefetch"),
-    [
-        (64, 64, 4),  # digits
-        (IMAGE, 64, 3),
-        (IMAGE, 256, 2),
-        (16 * IMAGE, 1, 1),  # video
-    ],
+    [(64, 64, 4), (IMAGE, 64, 3), (IMAGE, 256, 2), (16 * IMAGE, 1, 1)],
 )
 def test_prefetch_by_the_size_of_a_sample(sample: int, micro_batch_size: int, prefetch: int) -> None:
     assert prefetch_by_size(Sizes(sample, sample * micro_batch_size)) == prefetch

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from tests.helpers import preloaded
 from tests.helpers.forked import small
 from tests.helpers.refusals import named, refusal, refused
+from tests.helpers.run_folders import manifest
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe
@@ -96,28 +97,18 @@ def test_the_fullest_gpu_decides_with_five_percent_left(used: tuple[float, ...],
     assert judged([{"used": one * GIB, "total": 16 * GIB} for one in used]).fits is fits
 
 
-def ranks(count: int) -> LocalRanks:
-    return LocalRanks(count, 1, {"CUDA_VISIBLE_DEVICES": ""})
+ALONE = LocalRanks(1, 1, {"CUDA_VISIBLE_DEVICES": ""})
 
 
-def attempted(folder: str, count: str, values: str) -> None:
+def attempted(folder: str, values: str) -> None:
     """A trial on CPUs; what it returns or raises is written to the folder."""
     recipe = Recipe.model_validate_json(values)
     with SignalReceiver() as receiver:
         try:
-            told = run_trial(recipe, ranks(int(count)), recipe.data.micro_batch_size, receiver)._asdict()
+            told = run_trial(recipe, ALONE, recipe.data.micro_batch_size, receiver)._asdict()
         except Exception as error:
             told = {"error": str(error)}
     Path(folder, "told").write_text(json.dumps(told))
-
-
-def attempt(folder: Path, recipe: Recipe, count: int = 1) -> dict[str, Any]:
-    (folder / "tmp").mkdir()
-    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
-    words = (str(folder), str(count), recipe.model_dump_json())
-    preloaded.call(attempted, *words, timeout=300, env=environment)
-    assert not list((folder / "tmp").glob("trainer-trial-*"))
-    return dict(json.loads((folder / "told").read_text()))
 
 
 TASK = """
@@ -141,7 +132,12 @@ class Mine:
 def test_only_memory_makes_a_size_too_large(line: str, told: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(TASK % line)
-    found = attempt(tmp_path, load_recipe(str(file), ["device=cpu", "parallel.threads=1"]))
+    recipe = load_recipe(str(file), ["device=cpu", "parallel.threads=1"])
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    preloaded.call(attempted, str(tmp_path), recipe.model_dump_json(), timeout=300, env=environment)
+    assert not list((tmp_path / "tmp").glob("trainer-trial-*"))
+    found = json.loads((tmp_path / "told").read_text())
     assert next(iter(found)) == told and not found.get("fits")
     assert named(str(found), "memory" if told == "fits" else "data.micro_batch_size=64 ZeroDivisionError")
 
@@ -150,11 +146,11 @@ def test_a_signal_ends_the_trial() -> None:
     with SignalReceiver() as receiver:
         receiver.received.append(signal.SIGTERM)
         with pytest.raises(Interrupted, match="SIGTERM"):
-            run_trial(small(), ranks(1), 8, receiver)
+            run_trial(small(), ALONE, 8, receiver)
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+def tried(monkeypatch: pytest.MonkeyPatch, here: Path) -> list[int]:  # noqa: ARG001
     """Sizes of which a trial was asked, of which 16 and less fit; the CPU passes for a GPU."""
     sizes = list[int]()
 
@@ -165,15 +161,13 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     on_gpus = lambda recipe, local: micro_batch.fitting_size(recipe, local._replace(gpus=local.ranks))  # noqa: E731
     monkeypatch.setattr(job, "fitting_size", on_gpus)
     monkeypatch.setattr(micro_batch, "run_trial", planted)
-    monkeypatch.chdir(tmp_path)
     return sizes
 
 
 def size_of(run: Path | str) -> tuple[int, int]:
     """The micro-batch in the configuration and in the manifest of a run."""
-    facts = json.loads(Path(run, "manifest.json").read_text())
     config = yaml.safe_load(Path(run, "config.yaml").read_text())
-    return config["data"]["micro_batch_size"], facts["config"]["data"]["micro_batch_size"]
+    return config["data"]["micro_batch_size"], manifest(run)["config"]["data"]["micro_batch_size"]
 
 
 def test_what_was_found_stands_in_the_run_and_is_kept_on_resume(tried: list[int]) -> None:

@@ -49,8 +49,7 @@ def test_memory_is_what_the_first_step_holds(optim: Any, ema: Any, own: bool, co
 
 def test_frozen_weights_have_no_gradients() -> None:
     model, count = counted(TokenTask(16, ragged=False, dtype=torch.float32))
-    first: Any = next(model.children())
-    first.requires_grad_(False)
+    next(model.children()).requires_grad_(False)
     row = describe_model(make_recipe(), model, parts(model, ROWS), count)["rows"][0]
     assert (row["parameters"], row["trainable"], row["bytes"]) == (24, 0, 4 * 24)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.steps import assert_same_bits
+from tests.helpers.steps import assert_same_bits, saved
 from tests.helpers.toys import build_alone, rows_to
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
@@ -21,7 +21,6 @@ from trainer.train import loop
 from trainer.train.components.task import make_task
 from trainer.train.loop import train
 from trainer.train.outputs import metric_sources
-from trainer.train.state import tensors_of
 
 CPU = torch.device("cpu")
 
@@ -50,8 +49,7 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: ProfileKind | None = 
     Returns:
         The state after them; and what was drawn from random generators before, and counted.
     """
-    seen = kind is not None
-    precision = recipe.precision.model_copy(update={"debug": seen})
+    precision = recipe.precision.model_copy(update={"debug": kind is not None})
     recipe = recipe.model_copy(update={"precision": precision})
     PHASE_TIMER.reset()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -68,17 +66,12 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: ProfileKind | None = 
             stack.callback(profile.close)
             sources = metric_sources(stack, run)
             count = sources.count
-            out = rows_to(
-                run, lambda _: None, checksums=checksums, sources=sources, each_step=[profile.step_done]
-            )
+            more: Any = {"checksums": checksums, "sources": sources, "each_step": [profile.step_done]}
+            out = rows_to(run, lambda _: None, **more)
         drawn = (torch.rand(2).tolist(), random.random(), np.random.rand())
         with mock.patch.object(loop, "next_evaluation", lambda *_: 0):
             train(run, out, until=min(2, run.plan.steps))
-        state = {
-            kind: {n: v.detach().clone() for n, v in part.items()}
-            for kind, part in tensors_of(run.state).items()
-        }
-    return state, (drawn, count)
+        return saved(run), (drawn, count)
 
 
 def test_each_task_of_a_recipe_is_looked_at() -> None:

@@ -6,7 +6,7 @@ and the order of the samples.
 
 import copy
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 
+from tests.helpers.steps import go
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
@@ -22,8 +23,6 @@ from trainer.data.sources import load_images
 from trainer.rng import permuted
 from trainer.tasks.classification import Classification
 from trainer.train.components.task import make_task
-from trainer.train.state import Run
-from trainer.train.step import train_step
 
 # 24 steps come to the tenth pass over the few synthetic images.
 STEPS, BATCH = 24, 32
@@ -31,6 +30,7 @@ DATA: dict[str, dict[str, Any]] = {
     "digits": {"name": "digits"},
     "small": {"name": "synthetic", "image_size": 8, "classes": 10, "samples": 80},
 }
+SCALE = {"initial_scale": 2.0**24, "growth_interval": 20}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest relative difference of a step's loss from that of the loop: rounding grows (a ReLU that is on in one
 # of them is off in the other), so the mathematics is compared in float64, where it doesn't come far enough to
@@ -44,11 +44,7 @@ def recipe_of(images: str, mode: str, **sections: Any) -> Recipe:
         "max_steps": STEPS,
         "data": {**DATA[images], "global_batch_size": BATCH, "micro_batch_size": BATCH},
         "model": {"width": 8},
-        "precision": {
-            "mode": "fp32" if mode == "fp64" else mode,
-            "initial_scale": 2.0**24,
-            "growth_interval": 20,
-        },
+        "precision": {**SCALE, "mode": "fp32" if mode == "fp64" else mode},
         "optim": {"name": "sgd", "lr": 0.02, "weight_decay": 1e-4, "max_grad_norm": 2.0, "warmup_steps": 0.1},
         "regularization": {"label_smoothing": 0.1},
     }
@@ -67,96 +63,72 @@ class Doubled(Classification):
         return super()._pixels(batch, train).double()
 
 
-def by_trainer(recipe: Recipe, doubled: bool) -> tuple[Run, nn.Module, list[float]]:
-    """What was trained, the model as it was at first, and the loss of each step."""
-    task = make_task(recipe)
-    if doubled:
-        task = Doubled(recipe.data, recipe.model, recipe.regularization, recipe.seed)
-    run = build_alone(recipe, task)
-    initial = copy.deepcopy(run.state.model)
-    batches = run.loader(run.share.batches())
-    run.replica.train()
-    losses = []
-    for step in range(run.plan.steps):
-        run.state.loss.zero_()
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss))
-    return run, initial, losses
+class ByHand(NamedTuple):
+    """The loss of each step, the average of the weights, and how many steps overflowed."""
+
+    losses: list[float]
+    average: nn.Module
+    skipped: int
 
 
-class ByHand:
-    """The loop, its model and the average of its weights."""
+def by_hand(recipe: Recipe, initial: nn.Module) -> ByHand:
+    optim, mode, steps, skipped = recipe.optim, recipe.precision.mode, recipe.max_steps or 0, 0
+    model = copy.deepcopy(initial).requires_grad_(True).train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1
+    average = copy.deepcopy(model)
+    images = load_images(recipe.data, recipe.seed)
+    arrays = images.train.arrays
+    assert arrays is not None
+    image, label = (torch.from_numpy(arrays[name]) for name in ("image", "label"))
+    image = image.permute(0, 3, 1, 2).contiguous()
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (images.mean, images.std))
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": optim.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2]},
+    ]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True)
+        if optim.name == "sgd"
+        else torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
+    )
+    warmup = round(optim.warmup_steps * steps)
 
-    def __init__(self, recipe: Recipe, initial: nn.Module) -> None:
-        self.recipe, self.steps = recipe, recipe.max_steps or 0
-        self.model = copy.deepcopy(initial).requires_grad_(True).train()
-        for module in self.model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.momentum = 0.1
-        self.average = copy.deepcopy(self.model)
-        self.skipped = 0
-        self.losses = self.train()
-
-    def train(self) -> list[float]:
-        optim, average_decay = self.recipe.optim, self.recipe.ema.decay
-        images = load_images(self.recipe.data, self.recipe.seed)
-        arrays = images.train.arrays
-        assert arrays is not None
-        image, label = (torch.from_numpy(arrays[name]) for name in ("image", "label"))
-        image = image.permute(0, 3, 1, 2).contiguous()
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (images.mean, images.std))
-        decayed = [p for p in self.model.parameters() if p.ndim >= 2]
-        others = [p for p in self.model.parameters() if p.ndim < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": decayed, "weight_decay": optim.weight_decay},
-            {"params": others},
-        ]
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True)
-            if optim.name == "sgd"
-            else torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate)
-        mode = self.recipe.precision.mode
-        scaler = GradScaler("cpu", 2.0**24, growth_interval=20, enabled=mode == "fp16")
-        micro_batch_size, losses = self.recipe.data.micro_batch_size, []
-        dtype = decayed[0].dtype
-        for step in range(self.steps):
-            picked = order(len(label), step)
-            step_loss = 0.0
-            for start in range(0, BATCH, micro_batch_size):
-                part = picked[start : start + micro_batch_size]
-                pixels = torch.addcmul(-mean / std, image[part].float(), 1 / (255 * std)).to(dtype)
-                with torch.autocast("cpu", DTYPES.get(mode), enabled=mode in DTYPES):
-                    logits = self.model(pixels)
-                    loss = F.cross_entropy(logits, label[part], label_smoothing=0.1, reduction="sum") / BATCH
-                scaler.scale(loss).backward()
-                step_loss += loss.item()
-            losses.append(step_loss)
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
-            before = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            if scaler.get_scale() < before:
-                self.skipped += 1
-                continue
-            updates = step - self.skipped
-            share = max(1 - average_decay, 9 / (10 + updates))
-            for target, source in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                target.data.lerp_(source.data, share)
-            schedule.step()
-        return losses
-
-    def learning_rate(self, update: int) -> float:
+    def learning_rate(update: int) -> float:
         """Linear rise, then half a cosine; in float32, as the trainer's table is."""
-        peak, warmup = self.recipe.optim.lr, round(self.recipe.optim.warmup_steps * self.steps)
         if update < warmup:
-            return float(np.float32(peak * (update + 1) / warmup))
+            return float(np.float32(optim.lr * (update + 1) / warmup))
         return float(
-            np.float32(peak * (1 + math.cos(math.pi * (update - warmup) / (self.steps - warmup))) / 2)
+            np.float32(optim.lr * (1 + math.cos(math.pi * (update - warmup) / (steps - warmup))) / 2)
         )
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
+    scaler = GradScaler("cpu", 2.0**24, growth_interval=20, enabled=mode == "fp16")
+    micro_batch_size, losses = recipe.data.micro_batch_size, [0.0] * steps
+    for step in range(steps):
+        for part in order(len(label), step).split(micro_batch_size):
+            pixels = torch.addcmul(-mean / std, image[part].float(), 1 / (255 * std)).to(decayed[0].dtype)
+            with torch.autocast("cpu", DTYPES.get(mode), enabled=mode in DTYPES):
+                logits = model(pixels)
+                loss = F.cross_entropy(logits, label[part], label_smoothing=0.1, reduction="sum") / BATCH
+            scaler.scale(loss).backward()
+            losses[step] += loss.item()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scaler.get_scale() < before:
+            skipped += 1
+            continue
+        share = max(1 - recipe.ema.decay, 9 / (10 + step - skipped))
+        for target, source in zip(average.parameters(), model.parameters(), strict=True):
+            target.data.lerp_(source.data, share)
+        schedule.step()
+    return ByHand(losses, average, skipped)
 
 
 def order(samples: int, step: int) -> torch.Tensor:
@@ -189,15 +161,16 @@ PARTS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_losses_are_those_of_the_loop_by_hand(data: str, mode: str, part: str) -> None:
-    recipe = recipe_of(data, mode, **PARTS[part])
-    run, initial, losses = by_trainer(recipe, doubled=mode == "fp64")
-    hand, close = ByHand(recipe, initial), TOLERANCE[mode]
+    recipe, close = recipe_of(data, mode, **PARTS[part]), TOLERANCE[mode]
+    doubled = Doubled(recipe.data, recipe.model, recipe.regularization, recipe.seed)
+    run = build_alone(recipe, doubled if mode == "fp64" else make_task(recipe))
+    hand = by_hand(recipe, run.state.model)
+    losses = go(run, range(run.plan.steps))
     assert len(losses) == STEPS
     assert losses == pytest.approx(hand.losses, rel=close)
     assert np.mean(losses[-5:]) < 0.99 * np.mean(losses[:5]), "nothing was learned"
     assert int(run.state.lr.updates) == STEPS - hand.skipped
     assert bool(hand.skipped) == (mode == "fp16"), "fp16 starts with a scale that overflows"
     if run.state.average is not None:
-        averages = zip(run.state.average.tensors.values(), hand.average.parameters(), strict=True)
-        for ours, theirs in averages:
+        for ours, theirs in zip(run.state.average.tensors.values(), hand.average.parameters(), strict=True):
             assert torch.allclose(ours, theirs, rtol=close, atol=10 * close)

@@ -10,47 +10,47 @@ import torch
 from torch import distributed as dist
 from torch.futures import Future
 
+from tests.helpers.steps import go
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed import parallel
 from trainer.distributed.parallel import World, sum_hook
 from trainer.train.components.run import build
-from trainer.train.step import train_step
+
+SIZES = {"global_batch_size": 8, "micro_batch_size": 2}
 
 
 def kept_and_taken(world: World, how: str, kept: list[float]) -> tuple[list[float], float]:
     """What a checkpoint keeps of this rank's losses (its number and one), and this rank's part of `kept`."""
-    data = {"global_batch_size": 8, "micro_batch_size": 2}
-    recipe = make_recipe(data=data, parallel={"threads": 1, "reduction": how})
+    recipe = make_recipe(data=SIZES, parallel={"threads": 1, "reduction": how})
     reduction = build(recipe, TokenTask(16), world, workers=0).reduction
     loss = torch.tensor(world.rank + 1.0, dtype=torch.float64)
     return reduction.gather_losses(loss).tolist(), reduction.own_loss(kept)
 
 
 @pytest.mark.parametrize(
-    ("kept", "own"),
-    [([3.0, 4.0], [3.0, 4.0]), ([3.0, 4.0, 5.0, 6.0], [18.0, 0.0]), ([3.0], [3.0, 0.0])],
-    ids=["of the same ranks", "of more", "of fewer"],
+    ("how", "kept", "own"),
+    [
+        ("all_reduce", [3.0, 4.0], [3.0, 4.0]),
+        ("all_reduce", [3.0, 4.0, 5.0, 6.0], [18.0, 0.0]),
+        ("all_reduce", [3.0], [3.0, 0.0]),
+        ("tree", [3.0], [3.0, 3.0]),
+        ("tree", [1.0, 2.0], [3.0, 3.0]),
+    ],
+    ids=["of the same ranks", "of more", "of fewer", "of a tree", "of ranks by a tree"],
 )
-def test_each_rank_has_its_own_part(ranks: Ranks, kept: list[float], own: list[float]) -> None:
-    for rank, answer in enumerate(ranks.run(2, kept_and_taken, "all_reduce", kept)):
-        assert answer == ([1.0, 2.0], own[rank])
+def test_each_rank_has_its_own_part_or_by_a_tree_the_whole(
+    ranks: Ranks, how: str, kept: list[float], own: list[float]
+) -> None:
+    for rank, answer in enumerate(ranks.run(2, kept_and_taken, how, kept)):
+        assert answer == ([rank + 1.0] if how == "tree" else [1.0, 2.0], own[rank])
 
 
-@pytest.mark.parametrize("kept", [[3.0], [1.0, 2.0]], ids=["of a tree", "of ranks"])
-def test_with_a_tree_each_rank_has_the_whole(ranks: Ranks, kept: list[float]) -> None:
-    for rank, answer in enumerate(ranks.run(2, kept_and_taken, "tree", kept)):
-        assert answer == ([rank + 1.0], 3.0)
-
-
-def reduced_in_a_step(world: World, micro_batch_size: int) -> list[int]:
+def reduced_in_a_step(world: World) -> list[int]:
     """Numbers of the micro-batches in whose backward pass DDP sends a bucket."""
     sent, calls = list[int](), 0
 
-    def noted(
-        group: dist.ProcessGroup,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> Future[torch.Tensor]:
+    def noted(group: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
         sent.append(calls)
         return sum_hook(group, bucket)
 
@@ -58,16 +58,15 @@ def reduced_in_a_step(world: World, micro_batch_size: int) -> list[int]:
         nonlocal calls
         calls += 1
 
-    recipe = make_recipe(data={"global_batch_size": 16, "micro_batch_size": micro_batch_size})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "sum_hook", noted)
-        run = build(recipe, TokenTask(16), world, workers=0)
+        run = build(make_recipe(data=SIZES), TokenTask(16), world, workers=0)
     sent.clear()  # its buckets are laid out by sending them once
     run.replica.register_forward_pre_hook(counted)
-    train_step(run, run.loader(run.share.batches()), 0)
+    go(run, range(1))
     return sent
 
 
 def test_only_the_last_micro_batch_crosses_the_network(ranks: Ranks) -> None:
-    for sent in ranks.run(2, reduced_in_a_step, 2):
-        assert set(sent) == {4}
+    for sent in ranks.run(2, reduced_in_a_step):
+        assert set(sent) == {2}

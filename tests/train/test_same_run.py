@@ -1,49 +1,41 @@
-"""Promise: a run goes on with its own data, on its own kind of device, or says what differs."""
+"""Promise: a run goes on with its own data and weights, on its own kind of device, or says what differs."""
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.helpers.forked import attempt, replace
-from tests.helpers.refusals import named
-from tests.helpers.run_folders import changed
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.refusals import named, refused
+from tests.helpers.run_folders import changed, manifest
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import ArrayDataset
-from trainer.runs.folder import (
-    write_json,
-)
+from trainer.runs.folder import write_json
 from trainer.train.components.task import make_task
-
-# The data and the device are part of a run.
+from trainer.train.model_of_run import open_run
+from trainer.train.start import prepare
 
 
 def test_changed_data_is_refused_and_can_be_forced(tmp_path: Path, stopped: Path) -> None:
     folder = changed(tmp_path / "run", stopped)
 
-    def other_pixel() -> None:
-        from trainer.train.start import prepare as module
+    def task_of(recipe: Recipe) -> Any:
+        task: Any = make_task(recipe)
+        task.evaluation_data.arrays["image"][3, 0, 0, 0] ^= 1
+        return task
 
-        def task_of(recipe: Recipe) -> Any:
-            task: Any = make_task(recipe)
-            task.evaluation_data.arrays["image"][3, 0, 0, 0] ^= 1
-            return task
-
-        replace(module, "make_task", task_of)
-
-    refused = attempt(folder, before=other_pixel)
-    assert refused.code == 2
-    assert named(refused.line, "evaluation") and "training" not in refused.line
-    assert attempt(folder, mode="force", before=other_pixel).code == 0
+    other_pixel = lambda: replace(prepare, "make_task", task_of)  # noqa: E731
+    ended = attempt(folder, before=other_pixel, code=2)
+    assert named(ended.line, "evaluation") and "training" not in ended.line
+    attempt(folder, mode="force", before=other_pixel, code=0)
 
 
 def test_another_kind_of_device_is_refused(tmp_path: Path, stopped: Path) -> None:
     folder = changed(tmp_path / "run", stopped)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    write_json(folder / "manifest.json", {**manifest, "device": {"kind": "cuda"}})
-    refused = attempt(folder)
-    assert refused.code == 2 and named(refused.line, "cuda cpu")
+    write_json(folder / "manifest.json", {**manifest(folder), "device": {"kind": "cuda"}})
+    assert named(attempt(folder, code=2).line, "cuda cpu")
 
 
 def test_a_fingerprint_tells_arrays_apart() -> None:
@@ -60,3 +52,21 @@ def test_a_fingerprint_tells_arrays_apart() -> None:
     ]
     found = {own, *(ArrayDataset(arrays).fingerprint() for arrays in others)}
     assert len(found) == 1 + len(others)
+
+
+def test_the_newest_of_the_run_itself_is_taken(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Among its checkpoints is a newer one of a like run, of step 10."""
+    mixed, theirs = changed(tmp_path / "ours", stopped), tmp_path / "theirs"
+    attempt(theirs, small(seed=1), stop_after=10, code=75)
+    shutil.copytree(theirs / "checkpoints/step-00000010", mixed / "checkpoints/step-00000010")
+    assert open_run(mixed).weights == "checkpoints/step-00000008/ema.safetensors"
+    assert named(capsys.readouterr().err, "step-00000010")
+    with refused("step-00000010"):
+        open_run(mixed, checkpoint="10")
+    assert open_run(mixed, checkpoint="5").weights == "checkpoints/step-00000005/ema.safetensors"
+    for step in (5, 8):
+        shutil.rmtree(mixed / f"checkpoints/step-0000000{step}")
+    with refused("weights"):
+        open_run(mixed)

@@ -12,16 +12,17 @@ import torch
 
 from tests.helpers import preloaded
 from tests.helpers.refusals import named, refusal, refused
+from tests.helpers.run_folders import manifest
+from tests.helpers.small_task import SETTINGS
 from trainer import StopRun, fit
 from trainer.host.latest import MANIFEST
 
-SETTINGS = {
+pytestmark = pytest.mark.usefixtures("here")
+MORE = {
+    **SETTINGS,
     "epochs": 2,
     "data.global_batch_size": 4,
     "data.micro_batch_size": 4,
-    "log.to": ["jsonl"],
-    "log.every": 1,
-    "parallel.threads": 1,
     "checkpoint.every": 1,
 }
 CELL = """
@@ -58,12 +59,6 @@ class Mine(Base):
 _NUMBERS = itertools.count(1)
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 class Stop:
     """Ends a run on purpose after some steps."""
 
@@ -84,16 +79,7 @@ def cell(*changes: Sequence[str], text: str = CELL, among: dict[str, Any] | None
 
 def stopped(task: Any, out: str = "run") -> None:
     with pytest.raises(StopRun):
-        fit(task, SETTINGS, out=out, hooks=[Stop])
-
-
-def facts(out: str = "run") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(out) / MANIFEST).read_text())
-    return found
-
-
-def change_facts(out: str = "run", **changes: Any) -> None:
-    (Path(out) / MANIFEST).write_text(json.dumps({**facts(out), **changes}))
+        fit(task, MORE, out=out, hooks=[Stop])
 
 
 EDITS = {
@@ -105,21 +91,19 @@ EDITS = {
 }
 
 
-@pytest.mark.usefixtures("here")
 def test_an_edited_cell_is_another_task() -> None:
     """Of a stopped run and of a finished one; a comment is no edit."""
     stopped(cell())
     for status in ("stopped", "finished"):
-        before = (Path("run") / MANIFEST).read_bytes()
+        before = Path("run", MANIFEST).read_bytes()
         for name, change in EDITS.items():
             with refused(name):
-                fit(cell(change), SETTINGS, out="run")
-            assert (Path("run") / MANIFEST).read_bytes() == before
-        assert facts()["status"] == status
-        fit(cell(("class Base:", "# A comment.\n\nclass Base:")), SETTINGS, out="run")
+                fit(cell(change), MORE, out="run")
+            assert Path("run", MANIFEST).read_bytes() == before
+        assert manifest("run")["status"] == status
+        fit(cell(("class Base:", "# A comment.\n\nclass Base:")), MORE, out="run")
 
 
-@pytest.mark.usefixtures("here")
 def test_what_a_run_changes_itself_is_no_edit() -> None:
     """A counter of the object and one of the class, and a list of the notebook, which is there still."""
     counts = """
@@ -135,29 +119,27 @@ def test_what_a_run_changes_itself_is_no_edit() -> None:
     stopped(own)
     assert own.calls
     stopped(own, "another")
-    fit(own, SETTINGS, out="run")
+    fit(own, MORE, out="run")
     # The cell of the class is run again, that of the list isn't.
     again = cell(("history = []\n", ""), text=text, among=notebook)
-    fit(again(1), SETTINGS, out="another")
+    fit(again(1), MORE, out="another")
     own.weight = 4
     with refused("weight 1 4"):
-        fit(own, SETTINGS, out="run")
+        fit(own, MORE, out="run")
 
 
-@pytest.mark.usefixtures("here")
 def test_values_that_are_new_each_time_are_not_compared() -> None:
     more = "self.at = time.time_ns(); self.net = nn.Linear(2, 1)"
     new = ("self.weight = weight", f"self.weight = weight; {more}")
     kind = cell(("import numpy as np", "import time, numpy as np"), new)
     stopped(kind)
     torch.manual_seed(7)  # from which the object's net is drawn
-    fit(kind, SETTINGS, out="run")
-    assert any(named(note, "at net") for note in facts()["notes"])
+    fit(kind, MORE, out="run")
+    assert any(named(note, "at net") for note in manifest("run")["notes"])
     with refused("weight 1 3"):
-        fit(kind(3), SETTINGS, out="run")
+        fit(kind(3), MORE, out="run")
 
 
-@pytest.mark.usefixtures("here")
 def test_what_no_code_shows_is_seen_by_the_trial() -> None:
     """Initial weights that come from a file."""
     loads = ("return nn.Linear(2, 1)", "net = nn.Linear(2, 1); net.weight.data *= float(open('w').read())")
@@ -166,10 +148,11 @@ def test_what_no_code_shows_is_seen_by_the_trial() -> None:
     stopped(kind)
     Path("w").write_text("2")
     with refused("first loss initial weights"):
-        fit(kind, SETTINGS, out="run")
-    identity = facts()["identity"]
-    change_facts(identity={**identity, "tried": {**identity["tried"], "environment": "another machine"}})
-    fit(kind, SETTINGS, out="run")
+        fit(kind, MORE, out="run")
+    facts = manifest("run")
+    facts["identity"]["tried"]["environment"] = "another machine"
+    Path("run", MANIFEST).write_text(json.dumps(facts))
+    fit(kind, MORE, out="run")
 
 
 def train(*words: str) -> Any:
@@ -182,9 +165,9 @@ def test_a_file_and_the_modules_beside_it(here: Path) -> None:
     held = "held = open(__file__)\n"  # so that a rank is no fork of the launcher, which tries the task
     text = f"{held}from helpers import scaled\n{CELL}"
     (here / "mine.py").write_text(text.replace("return SCALE * x", "return scaled(x)[0]"))
-    settings = [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
+    settings = [f"{key}={json.dumps(value)}" for key, value in MORE.items()]
     assert train(*settings, "--stop-after", "2").returncode == 75
-    assert facts()["identity"]["tried"].keys() == {"environment", "first loss", "initial weights"}
+    assert manifest("run")["identity"]["tried"].keys() == {"environment", "first loss", "initial weights"}
     (here / "helpers.py").write_text(helpers.replace("x * 2", "x * 3"))
     done = train(*settings)
     refusal(done.returncode, done.stderr, "scaled")

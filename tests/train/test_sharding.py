@@ -8,9 +8,17 @@ from torch import distributed as dist, nn
 
 from tests.helpers.digits_steps import DIGITS
 from tests.helpers.refusals import refused
+from tests.helpers.steps import go
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
-from tests.train.test_accumulation import Case, expected_gradient, expected_steps, initial_model
+from tests.train.test_accumulation import (
+    Case,
+    check_gradients,
+    expected_gradient,
+    expected_steps,
+    initial_model,
+    step_gradients,
+)
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.distributed.parallel import World
@@ -19,7 +27,6 @@ from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate, shown_to_hooks
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
-from trainer.train.step import train_step
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
@@ -44,86 +51,35 @@ class Tied(TokenTask):
         return model  # type: ignore[no-any-return]
 
 
-def the_task(kind: str, case: Case) -> TokenTask:
-    return (Tied if kind == "tied" else TokenTask)(case.samples, case.ragged, blocks=4)
-
-
-class Gathered:
-    """In the optimizer's place: keeps the whole gradients, changes nothing."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.gradients = run, list[torch.Tensor]()
-
-    def step(self) -> None:
-        model, rows = self.run.state.model, self.run.state.rows
-        whole = []
-        for name, own in weights(model).items():
-            if own.grad is not None:
-                shape = model.get_parameter(name).shape
-                one = own.grad if rows is None else rows.gather(own.grad, shape)
-                whole += [] if one is None else [one.flatten()]
-        self.gradients += [torch.cat(whole).clone()] if whole else []
-
-
-def sharded_gradients(
-    world: World, case: Case, parallel: dict[str, Any], kind: str
-) -> tuple[list[torch.Tensor], float]:
-    """Whole gradients of each step, on rank 0; and the last gradient norm."""
-    data = {
-        "global_batch_size": case.micro_batch_size * case.gradient_accumulation_steps * case.world,
-        "micro_batch_size": case.micro_batch_size,
-        "resident": case.resident,
-        "last_batch": case.last,
-    }
-    recipe = make_recipe(epochs=case.epochs, data=data, parallel={"threads": 1, **parallel})
-    run = build(recipe, the_task(kind, case), world, workers=0)
-    assert (run.state.rows is not None) == (world.size > 1)
-    optimizer: Any = Gathered(run)
-    run.state.optimizer = optimizer
-    batches = run.loader(run.share.batches())
-    for step in range(run.plan.steps):
-        train_step(run, batches, step)
-    return optimizer.gradients, float(run.state.norm)
-
-
 @pytest.mark.parametrize(
-    ("kind", "case", "parallel"),
+    ("make", "case", "parallel"),
     [
-        ("plain", Case(17, 3, 3, 2, "weighted", 2, True, True), FSDP),
-        ("plain", Case(15, 1, 2, 4, "drop", 1, False, False), FSDP),
-        ("tied", Case(24, 2, 3, 2, "cross", 1, True, True), FSDP),
-        ("tied", Case(24, 2, 3, 4, "cross", 1, True, True), HSDP),
+        (TokenTask, Case(17, 3, 3, 2, "weighted", 2, True, True), FSDP),
+        (TokenTask, Case(15, 1, 2, 4, "drop", 1, False, False), FSDP),
+        (Tied, Case(24, 2, 3, 2, "cross", 1, True, True), FSDP),
+        (Tied, Case(24, 2, 3, 4, "cross", 1, True, True), HSDP),
     ],
 )
-def test_every_step_is_the_concatenated_batch(
-    ranks: Ranks, kind: str, case: Case, parallel: dict[str, Any]
-) -> None:
+def test_every_step_is_the_concatenated_batch(ranks: Ranks, make: Any, case: Case, parallel: Any) -> None:
     """Also of parameters that are tied or frozen, and where groups of ranks share a model each."""
-    steps = expected_steps(case)
-    gradients, _ = ranks.run(case.world, sharded_gradients, case, parallel, kind)[0]
-    task = the_task(kind, case)
-    model = initial_model(task)
-    assert len(gradients) == len(steps) > 0
-    for number, samples in enumerate(steps):
-        wanted = expected_gradient(task, model, samples)
-        error = (gradients[number] - wanted).norm() / wanted.norm()
-        assert error <= 1e-12, f"step {number}: relative error {error}"
+    answers = ranks.run(case.world, step_gradients, case, make, parallel, 4)
+    check_gradients(make(case.samples, case.ragged, blocks=4), case, answers[:1])
 
 
 def test_the_gradient_norm_is_that_of_all_rows(ranks: Ranks) -> None:
-    case = Case(24, 2, 1, 2, "cross", 1, True, True)
-    norms = [norm for _, norm in ranks.run(2, sharded_gradients, case, FSDP, "plain")]
-    task = TokenTask(24, blocks=4)
+    case, task = Case(24, 2, 1, 2, "cross", 1, True, True), TokenTask(24, blocks=4)
+    norms = [one.norm for one in ranks.run(2, step_gradients, case, TokenTask, FSDP, 4)]
     wanted = float(expected_gradient(task, initial_model(task), expected_steps(case)[-1]).norm())
     assert norms == pytest.approx([wanted, wanted], rel=1e-12)
 
 
+def small(world: World, task: TokenTask, **sections: Any) -> Run:
+    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 2}, **sections)
+    return build(recipe, task, world, workers=0)
+
+
 def time_limits(world: World) -> list[float]:
     """Seconds of the groups that a sharded model sums and gathers in."""
-    recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": 2},
-        parallel={"threads": 1, "timeout_s": 77, **HSDP},
-    )
     made, new = list[Any](), getattr(dist, "new_subgroups_by_enumeration")  # noqa: B009  (untyped)
 
     def noted(*arguments: Any, **named: Any) -> Any:
@@ -133,12 +89,11 @@ def time_limits(world: World) -> list[float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_subgroups_by_enumeration", noted)
-        run = build(recipe, TokenTask(16, blocks=1), world, workers=0)
+        run = small(world, TokenTask(16, blocks=1), parallel={"threads": 1, "timeout_s": 77, **HSDP})
     assert run.state.rows is not None and run.state.rows.group is made[1]
-    assert [dist.get_process_group_ranks(group) for group in made] == [
-        [world.rank % 2, world.rank % 2 + 2],
-        [world.rank // 2 * 2, world.rank // 2 * 2 + 1],
-    ]
+    first, pair = world.rank % 2, world.rank // 2 * 2
+    members = [dist.get_process_group_ranks(group) for group in made]
+    assert members == [[first, first + 2], [pair, pair + 1]]
     return [one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in made]
 
 
@@ -151,27 +106,21 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
     recipe = make_recipe(**values, parallel={"threads": 1, **parallel})
     task = make_task(recipe)
     run = build(recipe, task, world, 0)
-    batches, losses, metrics = run.loader(run.share.batches()), [], []
-    run.replica.train()
-    for step in range(4):
-        before = run.state.loss.clone()
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss - before))
-        if step == 2:
-            arguments = run.evaluation_loader, run.evaluation_share, world, recipe.precision
-            metrics.append(evaluate(task, run.state.model, *arguments))
-            with shown_to_hooks(run):  # one rank may call it alone, also several times
-                fields = next(run.evaluation_loader(range(1)))
-                own = [task.measure(run.state.model, fields)["loss"] for _ in range(2 * (world.rank == 0))]
-                assert own[1:] == own[:1] and not run.state.model.training
-            kept = [hasattr(one, "to_local") for one in run.state.model.parameters()]
-            assert set(kept) == {run.state.rows is not None}, "what it gathered it has let go of"
+    losses, model = go(run, range(3)), run.state.model
+    metrics = evaluate(task, model, run.evaluation_loader, run.evaluation_share, world, recipe.precision)
+    with shown_to_hooks(run):  # one rank may call it alone, also several times
+        fields = next(run.evaluation_loader(range(1)))
+        own = [task.measure(model, fields)["loss"] for _ in range(2 * (world.rank == 0))]
+        assert own[1:] == own[:1] and not model.training
+    kept = {hasattr(one, "to_local") for one in model.parameters()}
+    assert kept == {run.state.rows is not None}, "what it gathered it has let go of"
+    losses += go(run, range(3, 4))
     whole = {
         kind: {name: one.clone() for name, one in gather_tensors(run.state, kind, tensors).items()}
         for kind, tensors in tensors_of(run.state).items()
     }
     run.close()
-    return {"losses": losses, "metrics": metrics, "state": whole, "norm": float(run.state.norm)}
+    return {"losses": losses, "loss": metrics["loss"], "state": whole, "norm": float(run.state.norm)}
 
 
 @pytest.mark.parametrize(
@@ -187,31 +136,23 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
     ids=["sgd", "gathered in bf16", "checkpointed"],
 )
 def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> None:
-    values = {**DIGITS, **sections}
-    whole = ranks.run(2, trained, values, {})[0]
-    sharded = ranks.run(2, trained, values, FSDP)[0]
-    rough = 3e-2 if sections.get("precision") else 1e-4
-    assert sharded["losses"] == pytest.approx(whole["losses"], rel=rough)
-    assert sharded["norm"] == pytest.approx(whole["norm"], rel=rough, nan_ok=True)
-    for one, other in zip(sharded["metrics"], whole["metrics"], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=rough)
-    assert sharded["state"].keys() == whole["state"].keys()
-    for kind, tensors in whole["state"].items():
-        assert sharded["state"][kind].keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert sharded["state"][kind][name].shape == tensor.shape
-            assert sharded["state"][kind][name].dtype == tensor.dtype
-    assert int(sharded["state"]["optimizer"]["updates"]) == int(whole["state"]["optimizer"]["updates"])
+    whole, sharded = (ranks.run(2, trained, {**DIGITS, **sections}, how)[0] for how in ({}, FSDP))
+    states = sharded.pop("state"), whole.pop("state")
+    for name, wanted in whole.items():
+        rough = 3e-2 if sections.get("precision") else 1e-4
+        assert sharded[name] == pytest.approx(wanted, rel=rough, nan_ok=name == "norm"), name
+    kinds = [
+        {kind: {name: (t.shape, t.dtype) for name, t in part.items()} for kind, part in state.items()}
+        for state in states
+    ]
+    assert kinds[0] == kinds[1]
+    assert int(states[0]["optimizer"]["updates"]) == int(states[1]["optimizer"]["updates"])
 
 
 def overflowing(world: World) -> tuple[float, bool]:
     """An update where the rows of the last rank alone overflow: updates made, and whether weights changed."""
-    recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": 4},
-        precision={"mode": "fp16"},
-        parallel={"threads": 1, **FSDP},
-    )
-    run = build(recipe, TokenTask(16, dtype=torch.float32, blocks=2), world, workers=0)
+    task = TokenTask(16, dtype=torch.float32, blocks=2)
+    run = small(world, task, precision={"mode": "fp16"}, parallel={"threads": 1, **FSDP})
     before = [one.detach().clone() for one in weights(run.state.model).values()]
     finish = run.reduction.finish
 
@@ -222,10 +163,9 @@ def overflowing(world: World) -> tuple[float, bool]:
         return loss
 
     run.reduction.finish = finish_with_an_overflow  # type: ignore[method-assign]
-    train_step(run, run.loader(run.share.batches()), 0)
+    go(run, range(1))
     after = weights(run.state.model).values()
-    changed = any(not torch.equal(one, was) for one, was in zip(after, before, strict=True))
-    return float(run.state.lr.updates), changed
+    return float(run.state.lr.updates), not all(map(torch.equal, after, before))
 
 
 def test_an_overflow_in_one_ranks_rows_skips_the_update_of_all(ranks: Ranks) -> None:
@@ -243,9 +183,7 @@ def with_other_weights(world: World) -> list[torch.Tensor]:
                     parameter.add_(world.rank)
             return model
 
-    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, parallel=FSDP)
-    run = build(recipe, Drawn(16, blocks=1), world, workers=0)
-    return list(whole_model(run.state).values())
+    return list(whole_model(small(world, Drawn(16, blocks=1), parallel=FSDP).state).values())
 
 
 def test_all_ranks_begin_with_the_first_ones_weights(ranks: Ranks) -> None:
@@ -270,26 +208,28 @@ def test_what_does_not_go_with_it_is_refused(sections: dict[str, Any], line: str
         validated(Recipe, {"epochs": 1, **sections}, "a recipe")
 
 
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+PLAIN = nn.Linear(2, 2)
+
+
 @pytest.mark.parametrize(
-    ("parallel", "ranks", "own", "line"),
+    ("parallel", "ranks", "own", "model", "line"),
     [
-        (HSDP, 3, False, "3 2"),
-        (HSDP, 2, False, "2"),
-        (FSDP, 2, True, "optimizer parameters"),
+        (HSDP, 3, False, PLAIN, "3 2"),
+        (HSDP, 2, False, PLAIN, "2"),
+        (FSDP, 2, True, PLAIN, "optimizer parameters"),
+        (FSDP, 2, False, Scaled(), "scale"),
+        (FSDP, 2, False, nn.Sequential(PLAIN, nn.Linear(2, 2).double()), "float32 float64"),
     ],
+    ids=["uneven", "one group", "own optimizer", "no rows", "several types"],
 )
 def test_what_cannot_be_sharded_is_refused(
-    parallel: dict[str, Any], ranks: int, own: bool, line: str
+    parallel: Any, ranks: int, own: bool, model: Any, line: str
 ) -> None:
-    config = make_recipe(parallel=parallel).parallel
     with refused(line):
-        check_sharding(config, nn.Linear(2, 2), ranks, own)
-
-
-def test_parameters_that_have_no_rows_or_several_types_are_refused() -> None:
-    config, model = make_recipe(parallel=FSDP).parallel, nn.Linear(2, 2)
-    model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    with refused("scale"):
-        check_sharding(config, model, 2)
-    with refused("float32 float64"):
-        check_sharding(config, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), 2)
+        check_sharding(make_recipe(parallel=parallel).parallel, model, ranks, own)

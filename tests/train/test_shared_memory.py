@@ -9,10 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.helpers.refusals import refused
-from tests.helpers.steps import ALONE, train_some
-from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.steps import ALONE, go, train_some
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.model import LoraConfig, ModelConfig
 from trainer.config.training import AverageConfig, OptimConfig, ParallelConfig
@@ -25,8 +26,6 @@ from trainer.models.weights import load_initial
 from trainer.optim.average import WeightAverage
 from trainer.optim.muon import Muon
 from trainer.optim.optimizers import parameter_groups
-from trainer.train.components.run import build
-from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 F64 = torch.float64
@@ -36,11 +35,11 @@ KINDS = ["transposed", "data", "rows", "buffer", "frozen", "flat"]
 class Tied(nn.Module):
     """Two layers whose weights share memory in a way that the kind names."""
 
-    def __init__(self, kind: str = "transposed", width: int = 6) -> None:
+    def __init__(self, kind: str = "transposed") -> None:
         super().__init__()
         self.kind = kind
-        self.first, self.last = nn.Linear(15, width), nn.Linear(width, 2)
-        self.enc, self.dec = nn.Linear(width, width), nn.Linear(width, width)
+        self.first, self.last = nn.Linear(15, 6), nn.Linear(6, 2)
+        self.enc, self.dec = nn.Linear(6, 6), nn.Linear(6, 6)
         weight = self.enc.weight
         match kind:
             case "transposed" | "frozen":
@@ -54,11 +53,10 @@ class Tied(nn.Module):
                 self.dec.bias = nn.Parameter(self.dec.bias.detach()[:3])
             case "buffer":
                 self.register_buffer("seen", weight.detach()[1:3])
-                self.register_buffer("mean", torch.zeros(width))
+                self.register_buffer("mean", torch.zeros(6))
             case "flat":
-                flat = torch.randn(2 * width * width) * 0.3
-                self.enc.weight = nn.Parameter(flat[: width * width].view(width, width))
-                self.dec.weight = nn.Parameter(flat[width * width :].view(width, width))
+                flat = torch.randn(2, 6, 6) * 0.3
+                self.enc.weight, self.dec.weight = nn.Parameter(flat[0]), nn.Parameter(flat[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x.flatten(1))
@@ -78,7 +76,12 @@ class Task(TokenTask):
         self.kind = kind
 
     def model(self) -> nn.Module:
-        return Tied(self.kind).double() if self.kind == "flat" else _doubled(Tied(self.kind))
+        """In float64 from the start: `double` would move each tensor by itself."""
+        torch.set_default_dtype(F64)
+        try:
+            return Tied(self.kind)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         result: torch.Tensor = model(batch.fields["x"]).square().sum()
@@ -88,18 +91,9 @@ class Task(TokenTask):
         return {"loss": self.loss(model, batch)}
 
 
-def _doubled(model: nn.Module) -> nn.Module:
-    """In float64, with the memory shared as before: `double` moves each tensor by itself."""
-    torch.set_default_dtype(F64)
-    try:
-        return Tied(model.kind)  # type: ignore[arg-type]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def recipe(name: str = "adamw", **sections: Any) -> Any:
+def recipe(name: str = "adamw", micro_batch: int = 8, **sections: Any) -> Any:
     rate = {"lr": 2**-7, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.125}
-    data = {"global_batch_size": 8, "micro_batch_size": 8}
+    data = {"global_batch_size": 8, "micro_batch_size": micro_batch}
     return make_recipe(epochs=2, data=data, optim={"name": name, **rate}, **sections)
 
 
@@ -111,84 +105,69 @@ def by_hand(task: Task, name: str, steps: int, model: nn.Module, plan: Any) -> d
         for decayed in (True, False)
     ]
     settings: dict[str, Any] = {"lr": 2**-7, "foreach": False}
-    if name == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **settings)
-    else:
-        optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True, **settings)
+    settings |= {} if name == "adamw" else {"momentum": 0.9, "nesterov": True}
+    optimizer = (torch.optim.AdamW if name == "adamw" else torch.optim.SGD)(groups, **settings)
     model.train()
     for step in range(steps):
         samples = plan.read(np.arange(step, step + 1)).sample[0]
-        loss = model(task.arrays["x"][samples]).square().sum() / (8 * 5)
         optimizer.zero_grad()
-        loss.backward()
+        (model(task.arrays["x"][samples]).square().sum() / (8 * 5)).backward()
         optimizer.step()
-    return model.state_dict()
+    return dict(model.state_dict())
 
 
 @pytest.mark.parametrize(("kind", "name"), [*((kind, "adamw") for kind in KINDS), ("transposed", "sgd")])
 def test_they_train_as_in_a_plain_loop_and_an_average_is_no_part_of_it(kind: str, name: str) -> None:
     task = Task(kind)
-    run = build(recipe(name, ema={"decay": 0.5}), task, ALONE, 0)
-    average = run.state.average
+    run = build_alone(recipe(name, ema={"decay": 0.5}), task)
+    average, model, plain = run.state.average, run.state.model, task.model()
     assert average is not None
-    plain = task.model()
-    plain.load_state_dict(run.state.model.state_dict())
+    plain.load_state_dict(model.state_dict())
     right = by_hand(task, name, 8, plain, run.plan)
-    run.replica.train()
-    batches = run.loader(run.share.batches())
     for step in range(8):
-        train_step(run, batches, step)
+        go(run, range(step, step + 1))
         tensors = {n: t.clone() for n, t in average.tensors.items()}
         with average.in_place():
-            inside = run.state.model.state_dict()
-            for n, tensor in tensors.items():
-                assert torch.allclose(inside[n], tensor, rtol=1e-12, atol=1e-12), n
+            assert_close({n: model.state_dict()[n] for n in tensors}, tensors, rtol=1e-12, atol=1e-12)
         assert all(torch.equal(average.tensors[n], t) for n, t in tensors.items())
-    for n, tensor in right.items():
-        assert torch.allclose(run.state.model.state_dict()[n], tensor, rtol=1e-11, atol=1e-12), n
+    assert_close(dict(model.state_dict()), right, rtol=1e-11, atol=1e-12)
     run.close()
 
 
 def test_muon_updates_one_after_the_other() -> None:
     torch.manual_seed(0)
-    gradients = [torch.randn(6, 6, dtype=F64) for _ in range(2)]
-    states = []
-    for apart in (True, False):
-        torch.manual_seed(1)
-        weight = torch.randn(6, 6, dtype=F64)
-        one, other = nn.Parameter(weight), nn.Parameter(weight)
-        if not apart:
-            model = nn.Module()
-            for name, p in (("a", one), ("b", other)):
-                model.register_parameter(name, p)
-            config = OptimConfig(weight_decay=0.5)
-            groups = [{**group, "orthogonal": True} for group in parameter_groups(config, model)]
-        optimizer = None if apart else Muon(groups, lr=0.1, momentum=0.9)
-        settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
-        alone = [Muon([{"params": [p], "orthogonal": True}], **settings) for p in (one, other)]
+    gradients, weights = [torch.randn(6, 6, dtype=F64) for _ in range(2)], [torch.randn(6, 6, dtype=F64)] * 2
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    for number, together in enumerate((False, True)):
+        weights[number] = weights[number].clone()
+        both = [nn.Parameter(weights[number]) for _ in range(2)]
+        groups: Any = [{"params": [p]} for p in both]
+        if together:
+            groups = parameter_groups(OptimConfig(weight_decay=0.5), nn.ParameterList(both))
+        groups = [{**group, "orthogonal": True} for group in groups]
+        optimizers = [
+            Muon(some, **settings) for some in ([groups] if together else ([one] for one in groups))
+        ]
         for _ in range(3):
-            one.grad, other.grad = (g.clone() for g in gradients)
-            for each in [optimizer] if optimizer else alone:
-                each.step()
-        states.append(weight)
-    assert torch.allclose(states[0], states[1], rtol=1e-12, atol=1e-12)
+            for parameter, gradient in zip(both, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_close(weights[1], weights[0], rtol=1e-12, atol=1e-12)
 
 
 def test_only_what_has_numbers_in_common_shares_memory() -> None:
     flat = torch.zeros(24)
     matrix = flat[:12].view(3, 4)
-    tensors = {
-        **{"a": matrix, "b": matrix.t(), "c": flat[12:], "d": matrix[:, 1], "e": matrix[:, 2]},
-        **{"rest": torch.zeros(3), "empty": flat[:0], "last": flat[23:]},
-    }
+    tensors = {"a": matrix, "b": matrix.t(), "c": flat[12:], "d": matrix[:, 1], "e": matrix[:, 2]}
+    tensors |= {"rest": torch.zeros(3), "empty": flat[:0], "last": flat[23:]}
     assert sharing(tensors) == [["a", "b", "d", "e"], ["c", "last"]]
     del tensors["a"], tensors["b"]
     assert sharing(tensors) == [["c", "last"]], "columns of a matrix lie between each other"
     with torch.device("meta"):
         shapes = Tied("transposed")
     assert sharing(dict(shapes.named_parameters())) == [["enc.weight", "dec.weight"]]
-    model = Tied("buffer")
-    assert [tuple(buffer.shape) for buffer in buffers_of_parameters(model)] == [(2, 6)]
+    assert [tuple(buffer.shape) for buffer in buffers_of_parameters(Tied("buffer"))] == [(2, 6)]
     assert not sharing(dict(Tied("flat").named_parameters()))
     memory = torch.zeros(6)  # an expanded view, and what lies between its elements
     tensors = {"ends": memory.as_strided((2, 3), (5, 0)), "middle": memory[2:4], "first": memory[:1]}
@@ -216,11 +195,9 @@ def test_a_parameter_with_gaps_is_refused_as_kernels_would_write_into_them() -> 
 def test_frozen_and_odd_parameters_are_in_no_average() -> None:
     """They are in the model as they are, also where a forward pass moves one."""
     model = nn.Linear(2, 2)
-    for name, tensor in {
-        **{"int8": torch.ones(2, dtype=torch.int8), "bool": torch.ones(2, dtype=torch.bool)},
-        **{"fp8": torch.ones(2).to(torch.float8_e4m3fn), "teacher": torch.ones(2)},
-    }.items():
-        model.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    types = {"int8": torch.int8, "bool": torch.bool, "fp8": torch.float8_e4m3fn, "teacher": torch.float32}
+    for name, dtype in types.items():
+        model.register_parameter(name, nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
     average = WeightAverage(model, AverageConfig(decay=0.9))
     assert average.tensors.keys() == {"weight", "bias"}
     before = copy.deepcopy(model.state_dict())
@@ -238,13 +215,9 @@ def test_frozen_and_odd_parameters_are_in_no_average() -> None:
 def test_two_ranks_are_as_one(ranks: Ranks, kind: str, reduction: str) -> None:
     alone = on_rank(ALONE, kind, reduction)
     for state in ranks.run(2, on_rank, kind, reduction):
-        for name, tensor in alone.items():
-            assert torch.allclose(state[name], tensor, rtol=1e-10, atol=1e-12), name
+        assert_close(state, alone, rtol=1e-10, atol=1e-12)
 
 
 def on_rank(world: World, kind: str, reduction: str) -> dict[str, torch.Tensor]:
-    data = {"global_batch_size": 8, "micro_batch_size": 4}
-    parallel = {"threads": 1, "reduction": reduction}
-    settings = recipe(ema={"decay": 0.5}, parallel=parallel).model_copy()
-    settings = make_recipe(**{**settings.model_dump(), "data": {**settings.data.model_dump(), **data}})
+    settings = recipe(micro_batch=4, ema={"decay": 0.5}, parallel={"threads": 1, "reduction": reduction})
     return train_some(settings, Task(kind), range(4), world=world)[0]["model"]

@@ -1,22 +1,21 @@
 """Promise: what a run carries from step to step is saved and restored to the bit."""
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.steps import assert_same_bits, go, saved
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.observe.log import Logged
 from trainer.train.components.task import make_task
-from trainer.train.state import Run, TrainState, load_state, load_tensors, numbers_of, tensors_of
+from trainer.train.state import Run, TrainState, load_state, load_tensors, numbers_of
 from trainer.train.step import take_metrics, train_step
 
 pytestmark = pytest.mark.compat
-
-Saved = dict[str, dict[str, torch.Tensor]]
 
 RUN: dict[str, Any] = {
     "max_steps": 8,
@@ -33,32 +32,7 @@ def started(**sections: Any) -> Run:
         for name, section in sections.items()
     }
     recipe = make_recipe(**{**RUN, **values})
-    run = build_alone(recipe, make_task(recipe))
-    run.replica.train()
-    return run
-
-
-def go_on(run: Run, steps: range, keep: Container[int] = ()) -> tuple[list[float], dict[int, Saved]]:
-    """The loss of each step, and the state after those that are to be kept."""
-    losses, kept = list[float](), dict[int, Saved]()
-    batches = run.loader(run.share.batches(steps.start))
-    for step in steps:
-        run.state.loss.zero_()
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss))
-        if step + 1 in keep:
-            kept[step + 1] = saved(run)
-    return losses, kept
-
-
-def saved(run: Run) -> Saved:
-    return {
-        kind: {
-            name: tensor.detach().clone(memory_format=torch.contiguous_format)
-            for name, tensor in part.items()
-        }
-        for kind, part in tensors_of(run.state).items()
-    }
+    return build_alone(recipe, make_task(recipe))
 
 
 @pytest.mark.parametrize(
@@ -76,19 +50,14 @@ def saved(run: Run) -> Saved:
 def test_a_run_that_was_cut_ends_with_the_same_bits(sections: dict[str, Any]) -> None:
     """After its first step, and in its midst."""
     whole = started(**sections)
-    losses, kept = go_on(whole, range(8), keep=(1, 5))
-    wanted = saved(whole)
-    assert set(kept) == {1, 5}
-    for cut, state in kept.items():
-        second = started(**sections)
-        load_tensors(second.state, cut, state)
-        assert go_on(second, range(cut, 8))[0] == losses[cut:]
-        ended = saved(second)
-        assert ended.keys() == wanted.keys() == {"model", "optimizer", "ema"}
-        for kind, tensors in wanted.items():
-            assert ended[kind].keys() == tensors.keys()
-            for name, tensor in tensors.items():
-                assert torch.equal(ended[kind][name], tensor), f"{cut} {kind} {name}"
+    losses = go(whole, range(8))
+    for cut in (1, 5):
+        first, second = started(**sections), started(**sections)
+        before = go(first, range(cut))
+        load_tensors(second.state, cut, saved(first))
+        assert before + go(second, range(cut, 8)) == losses
+        assert saved(second).keys() == {"model", "optimizer", "ema"}
+        assert_same_bits(saved(second), saved(whole))
 
 
 def held(thing: Any, above: tuple[Any, ...] = ()) -> Any:
@@ -112,7 +81,7 @@ def test_each_field_comes_back_or_is_made_by_each_step() -> None:
     run, other = started(**sections), started(**sections)
     names = [each.name for each in fields(TrainState) if getattr(run.state, each.name) is not None]
     fresh = {name: held(getattr(other.state, name)) for name in names}
-    go_on(run, range(3))
+    go(run, range(3))
     state = run.state
     assert state.left_out is not None
     state.left_out.fill_(1)

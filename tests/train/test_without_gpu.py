@@ -3,8 +3,6 @@
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -96,7 +94,6 @@ def test_nothing_waits_in_a_step_a_row_or_an_evaluation(case: str) -> None:
     recipe = load_recipe(name, [*common, *settings], None)
     run = build_alone(recipe, make_task(recipe))
     batches = run.loader(run.share.batches())
-    run.replica.train()
     train_step(run, batches, 0)
     with Waits() as seen:
         train_step(run, batches, 1)
@@ -111,28 +108,15 @@ def test_nothing_waits_in_a_step_a_row_or_an_evaluation(case: str) -> None:
     run.close()
 
 
-def spied(calls: list[str]) -> Callable[[str], Any]:
-    """Stands for a collective: of NCCL's group, which has nothing for tensors on the CPU."""
-
-    def stand_in(name: str) -> Any:
-        return lambda *_, **__: calls.append(name)
-
-    return stand_in
-
-
 @pytest.fixture
-def collectives() -> Iterator[list[str]]:
+def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those that were asked of NCCL's group, which has nothing for tensors on the CPU."""
     calls: list[str] = []
-    names = [
-        n for n in dir(dist) if n.startswith(("all_", "broadcast", "reduce", "gather", "scatter", "barr"))
-    ]
-    with mock.patch.object(dist, "get_world_size", lambda *_: 2):
-        patches = [mock.patch.object(dist, name, spied(calls)(name)) for name in names]
-        for patch in patches:
-            patch.start()
-        yield calls
-        for patch in patches:
-            patch.stop()
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    for name in dir(dist):
+        if name.startswith(("all_", "broadcast", "reduce", "gather", "scatter", "barr")):
+            monkeypatch.setattr(dist, name, lambda *_, called=name, **__: calls.append(called))
+    return calls
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
@@ -161,32 +145,16 @@ def test_nothing_is_measured_on_the_host_for_a_gpu_nor_together(
     task.loss(make(), next(iter(build_alone(recipe, task).loader(range(1)))))  # keeps no shapes of tensors
 
 
-class Stream:
-    made = 0
-
-    def __init__(self, _: torch.device) -> None:
-        type(self).made += 1
-
-
 def test_all_passes_over_the_data_share_a_side_stream() -> None:
     # What is freed on a stream serves that stream alone: each further one keeps memory for nothing.
     crossing._side_stream.cache_clear()
-    Stream.made = 0
     slots = [(torch.zeros(4, dtype=torch.uint8), 1)] * 3
-    with (
-        mock.patch.multiple(
-            torch.cuda,
-            Stream=Stream,
-            Event=mock.MagicMock(),
-            stream=lambda _: nullcontext(),
-            current_stream=mock.MagicMock(),
-        ),
-        mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
-    ):
+    fake = {name: mock.MagicMock() for name in ("Stream", "Event", "stream", "current_stream")}
+    with mock.patch.multiple(torch.cuda, **fake), mock.patch.object(torch.Tensor, "record_stream"):
         for _ in range(3):
             assert len(list(crossing.copied_ahead(iter(slots), torch.device("cpu"), staged=False))) == 3
     crossing._side_stream.cache_clear()
-    assert Stream.made == 1
+    assert fake["Stream"].call_count == 1
 
 
 def deterministic(on: bool) -> Recipe:
@@ -205,19 +173,13 @@ def test_the_ranks_have_what_cublas_needs_before_it_is_used(monkeypatch: pytest.
 
 
 @pytest.mark.compat
-@pytest.mark.usefixtures("_switches")
-def test_attention_does_without_cudnns_kernels_whose_gradients_may_be_nan() -> None:
+def test_attention_does_without_cudnns_kernels_whose_gradients_may_be_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # is put back
     torch.backends.cuda.enable_cudnn_sdp(True)
     build.set_determinism(deterministic(False), GPU)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.fixture
-def _switches() -> Iterator[None]:
-    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
