@@ -25,8 +25,10 @@ from torch import distributed as dist
 from tests.helpers.forked import replace, small
 from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
+from tests.helpers.waiting import until
 from trainer.config.recipe import Recipe
 from trainer.data import loader
+from trainer.distributed.watchdog import Watchdog
 from trainer.errors import EXIT_HANG
 from trainer.host.affinity import CpuShares
 from trainer.launch import exit_record
@@ -170,14 +172,36 @@ def sleep_forever() -> None:
         time.sleep(60)
 
 
-def hang(where: Hang) -> Callable[[int], object]:
-    """A fault for `Job`: this rank does not go on there."""
+def hang(where: Hang, begins: Callable[[], object] = int) -> Callable[[int], object]:
+    """A fault for `Job`: this rank does not go on there; `begins` is called before."""
 
     def put(number: int) -> None:
         if number == where.rank:
-            _put(where, _tracked_step())
+            _put(where, _tracked_step(), begins)
 
     return put
+
+
+class _Soon(threading.Event):
+    """For a watchdog to look every 0.2 s, however long it waits for the answers of the others."""
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+        return super().wait(0.2)
+
+
+def watched_hang(where: Hang) -> list[Callable[[int], object]]:
+    """Faults for `Job`: a hang, and watchdogs that begin to look when it is there: a slow start is none."""
+    hangs, start = torch.zeros(1).share_memory_(), Watchdog.start
+
+    def late(watchdog: Watchdog, *given: int) -> None:
+        def begin() -> None:
+            until(hangs.any)
+            start(watchdog, *given)
+
+        watchdog.stopped = _Soon()
+        threading.Thread(target=begin, daemon=True).start()
+
+    return [lambda _: replace(Watchdog, "start", late), hang(where, lambda: hangs.fill_(1))]
 
 
 def _tracked_step() -> Callable[[], int]:
@@ -191,7 +215,7 @@ def _tracked_step() -> Callable[[], int]:
     return lambda: at[0]
 
 
-def _put(where: Hang, step: Callable[[], int]) -> None:
+def _put(where: Hang, step: Callable[[], int], begins: Callable[[], object]) -> None:
     if where.phase == "data":
         fill = loader._Filler._fill
 
@@ -229,6 +253,7 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
 
     def stuck(*arguments: Any, **named: Any) -> Any:
         if step() == where.step:
+            begins()
             if where.phase == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             else:
