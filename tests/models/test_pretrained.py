@@ -82,7 +82,9 @@ class Hub:
             status, headers = 404, {**headers, "X-Error-Code": "EntryNotFound"}
         else:
             headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
-        body = content if status == 200 and content is not None else b""
+        self.send(request, status, headers, content if status == 200 and content is not None else b"")
+
+    def send(self, request: Any, status: int, headers: dict[str, str], body: bytes) -> None:
         request.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body)), **self.headers}.items():
             request.send_header(key, value)

@@ -3,7 +3,7 @@
 import http.server
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -11,14 +11,14 @@ import pytest
 from tests.helpers.chat_folders import chat_folder
 from tests.helpers.refusals import refused
 from tests.helpers.small_gpt import SMALL
-from tests.models.test_pretrained import Hub, ask_here
+from tests.helpers.toys import make_recipe
+from tests.models.test_pretrained import NEW, OLD, Hub, ask_here
 from trainer.config.recipe import Recipe
 from trainer.config.tasks import LanguageConfig
 from trainer.tasks.conversations import local_path, with_commits
 from trainer.train.request import Request
 from trainer.train.start.prepare import prepare
 
-OLD, NEW = "1" * 40, "2" * 40
 TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "the cat"}]}
 
 
@@ -43,15 +43,13 @@ class Sets(Hub):
             self.asked[f"{request.command} {path}"] += 1
             repository, _, revision = path.removeprefix("/api/datasets/").partition("/revision/")
             commit = self.commits.get(revision, revision)
-            names = [{"rfilename": name} for name in self.sets.get((repository, commit), {})]
-            known = repository in {one for one, _ in self.sets}
-            body = json.dumps({"id": repository, "sha": commit, "siblings": names}).encode() if names else b""
-            request.send_response(200 if names else 404)
-            if not names:
-                request.send_header("X-Error-Code", "RevisionNotFound" if known else "RepoNotFound")
-            request.send_header("Content-Length", str(len(body)))
-            request.end_headers()
-            request.wfile.write(body)
+            if names := [{"rfilename": name} for name in self.sets.get((repository, commit), {})]:
+                body = json.dumps({"id": repository, "sha": commit, "siblings": names}).encode()
+                self.send(request, 200, {}, body)
+            else:
+                known = repository in {one for one, _ in self.sets}
+                lacks = "RevisionNotFound" if known else "RepoNotFound"
+                self.send(request, 404, {"X-Error-Code": lacks}, b"")
             return
         repository, _, rest = path.removeprefix("/datasets/").partition("/resolve/")
         revision, _, name = rest.partition("/")
@@ -63,16 +61,11 @@ class Sets(Hub):
 
 @pytest.fixture
 def hub() -> Iterator[Sets]:
-    server = Sets()
-    server.sets["org/talks", OLD] = {
-        "README.md": b"# talks",
-        "data/train-00000-of-00001.jsonl": rows(12),
-        "data/test-00000-of-00001.jsonl": rows(3),
-        "extra/rows.jsonl": rows(20),
-    }
-    server.commits = {"main": OLD}
-    yield server
-    server.close()
+    with closing(Sets()) as server:
+        files = {f"data/{name}-00000-of-00001.jsonl": rows(n) for name, n in (("train", 12), ("test", 3))}
+        others = {"README.md": b"# talks", "extra/rows.jsonl": rows(20)}
+        server.sets["org/talks", OLD], server.commits = {**files, **others}, {"main": OLD}
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +77,7 @@ def _cache_of_its_own(tmp_path: Path, hub: Sets, monkeypatch: pytest.MonkeyPatch
 
 
 def recipe_of(path: str) -> Recipe:
-    return Recipe.model_validate(
-        {"task": "language", "epochs": 1, "data": {"name": "conversations", "path": path}}
-    )
+    return make_recipe(task="language", data={"name": "conversations", "path": path})
 
 
 def files_of(hub: Sets) -> list[str]:
