@@ -1,6 +1,8 @@
 """Promise: with parallel.reduction=tree the number of ranks changes not one bit."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,14 +93,14 @@ class Sometimes(nn.Module):
         return result
 
 
-def trained_sometimes(world: World, above: float, reduction: str, **parallel: Any) -> dict[str, torch.Tensor]:
+def trained(world: World, model: Callable[[], nn.Module], reduction: str) -> dict[str, torch.Tensor]:
     task = TokenTask(32, ragged=False)
-    task.model = lambda: Sometimes(above)  # type: ignore[method-assign]
+    task.model = model  # type: ignore[method-assign]
     recipe = make_recipe(
         epochs=2,
         data={"global_batch_size": 8, "micro_batch_size": 2},
         optim={"lr": 0.01, "weight_decay": 0.1},
-        parallel={"threads": 1, "reduction": reduction, **parallel},
+        parallel={"threads": 1, "reduction": reduction},
     )
     run_steps(run := build(recipe, task, world, workers=0))
     return {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
@@ -107,10 +109,10 @@ def trained_sometimes(world: World, above: float, reduction: str, **parallel: An
 @pytest.mark.parametrize("above", [0.3, 9.0])
 def test_what_a_micro_batch_leaves_out_counts_for_nothing(ranks: Ranks, above: float) -> None:
     """In some micro-batches or in all; weight decay would tell a gradient of zero from none."""
-    wanted = ranks.run(1, trained_sometimes, above, "tree")[0]
-    plain = ranks.run(1, trained_sometimes, above, "all_reduce")[0]
+    model = partial(Sometimes, above)
+    wanted, plain = (ranks.run(1, trained, model, how)[0] for how in ("tree", "all_reduce"))
     for size in SIZES[1:]:
-        for answer in ranks.run(size, trained_sometimes, above, "tree"):
+        for answer in ranks.run(size, trained, model, "tree"):
             assert_same_bits(answer, wanted)
     torch.testing.assert_close(plain, wanted, rtol=1e-9, atol=1e-8)
 
@@ -136,26 +138,20 @@ class Running(nn.Module):
         return result
 
 
-def trained_running(world: World, reduction: str) -> dict[str, torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Sometimes", lambda _: Running())
-        return trained_sometimes(world, 0.0, reduction)
-
-
 def test_other_running_statistics_are_the_same_on_any_ranks(ranks: Ranks) -> None:
-    wanted = ranks.run(1, trained_running, "tree")[0]
+    wanted = ranks.run(1, trained, Running, "tree")[0]
     assert int(wanted["seen"]) == 8, "it counts steps"
     assert float(wanted["mean"].abs().min()) > 0
     for size in SIZES[1:]:
-        for answer in ranks.run(size, trained_running, "tree"):
+        for answer in ranks.run(size, trained, Running, "tree"):
             assert_same_bits(answer, wanted)
-    for answer in ranks.run(2, trained_running, "all_reduce"):
+    for answer in ranks.run(2, trained, Running, "all_reduce"):
         torch.testing.assert_close(answer, wanted, rtol=1e-9, atol=1e-8)
 
 
 def refused_sometimes(world: World) -> None:
     with refused("idle.weight, idle.bias parallel.find_unused_parameters=true"):
-        trained_sometimes(world, 9.0, "all_reduce")
+        trained(world, partial(Sometimes, 9.0), "all_reduce")
 
 
 def test_parameters_without_a_gradient_are_named(ranks: Ranks) -> None:

@@ -42,9 +42,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     compile_ = torch.compile
 
     def compile_so(function: Any, dynamic: bool, **_: Any) -> Any:
-        if backend == CALLED:
-            return function
-        return compile_(function, backend=backend, dynamic=dynamic)
+        return function if backend == CALLED else compile_(function, backend=backend, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_so)
     monkeypatch.setattr("trainer.train.components.model.missing_for_compiling", lambda _: None)

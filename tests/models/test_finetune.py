@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torchvision.models import SwinTransformer, VisionTransformer
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refused
@@ -133,19 +134,14 @@ LORA = lora_of(rank=4, alpha=8)
 
 
 def vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
     model: nn.Module = VisionTransformer(8, 4, 2, 2, 16, 32, num_classes=5)
     nn.init.normal_(model.get_parameter("heads.head.weight"))  # zero at first
     return model
 
 
-def swin() -> nn.Module:
+def swin() -> Any:
     """Its attention reads the weights of linear layers, and never calls them."""
-    from torchvision.models import SwinTransformer
-
-    model: nn.Module = SwinTransformer([2, 2], 8, [2], [2], [2, 2], stochastic_depth_prob=0.0, num_classes=5)
-    return model
+    return SwinTransformer([2, 2], 8, [2], [2], [2, 2], stochastic_depth_prob=0.0, num_classes=5)
 
 
 def models() -> list[tuple[nn.Module, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import http.server
 import io
 import json
 import multiprocessing
@@ -21,10 +20,12 @@ import safetensors.torch
 import torch
 from huggingface_hub import constants
 from torch import nn
+from werkzeug.serving import make_server
+from werkzeug.wrappers import Request, Response
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.remote import Web
+from tests.helpers.remote import Quiet, Web
 from tests.helpers.waiting import SECONDS, until
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
@@ -57,40 +58,32 @@ class Hub:
         self.asked = Counter[str]()
         self.status = 0
         self.headers: dict[str, str] = {}
-        told = {"do_HEAD": self.answer, "do_GET": self.answer, "log_message": lambda *_: None}
-        methods = {name: lambda *given, by=by: by(*given) for name, by in told.items()}
-        handler = type("Handler", (http.server.BaseHTTPRequestHandler,), methods)
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = make_server("127.0.0.1", 0, self._app, threaded=True, request_handler=Quiet)
+        self.url = f"http://127.0.0.1:{self._server.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        self.asked[f"{request.command} {request.path}"] += 1
-        repository, _, rest = request.path.strip("/").partition("/resolve/")
+    def _app(self, environ: Any, start: Any) -> Any:
+        request = Request(environ)
+        self.asked[f"{request.method} {request.path}"] += 1
+        status, headers, body = self.answer(request.path)
+        return Response(body, status, {**headers, **self.headers})(environ, start)
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Returns status, headers and body."""
+        repository, _, rest = path.strip("/").partition("/resolve/")
         revision, _, name = rest.partition("/")
         commit = self.commits.get(revision, revision)
         content = self.files.get((repository, commit)) if name == "model.safetensors" else None
         content = self.others.get(name, content)
-        headers, status = {"X-Repo-Commit": commit}, 200
         if self.status:
-            status, headers = self.status, {}
-        elif repository not in {known for known, _ in self.files}:
-            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
-        elif (repository, commit) not in self.files:
-            status, headers = 404, {"X-Error-Code": "RevisionNotFound"}
-        elif content is None:
-            status, headers = 404, {**headers, "X-Error-Code": "EntryNotFound"}
-        else:
-            headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
-        self.send(request, status, headers, content if status == 200 and content is not None else b"")
-
-    def send(self, request: Any, status: int, headers: dict[str, str], body: bytes) -> None:
-        request.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body)), **self.headers}.items():
-            request.send_header(key, value)
-        request.end_headers()
-        if request.command == "GET":
-            request.wfile.write(body)
+            return self.status, {}, b""
+        if repository not in {known for known, _ in self.files}:
+            return 404, {"X-Error-Code": "RepoNotFound"}, b""
+        if (repository, commit) not in self.files:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        if content is None:
+            return 404, {"X-Repo-Commit": commit, "X-Error-Code": "EntryNotFound"}, b""
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}, content
 
     def close(self) -> None:
         self._server.shutdown()

@@ -141,32 +141,28 @@ def test_the_walk_through(here: Path) -> None:
 
 COUNTED = """
 import itertools
-
-{task}
+from tests.helpers.small_task import Small
 _numbers = itertools.count()
-
-
-class Counted({base}):
+class Counted(Small):
     def __init__(self):
         self.number = next(_numbers)
-
     def loss(self, model, batch):
         with open(__file__ + ".numbers", "a") as file:
             print(self.number, file=file)
         return super().loss(model, batch)
-
-
-del {base}
 """
 
 
 def test_a_trial_leaves_nothing_in_the_task_that_is_trained(here: Path) -> None:
-    main(["new", "mine.py"])
-    task = (here / "mine.py").read_text()
-    base = re.findall(r"^class (\w+)", task, re.MULTILINE)[-1]
-    (here / "counted.py").write_text(COUNTED.format(task=task, base=base))
-    words = ["train", "counted.py", "max_steps=2", "parallel.threads=1", "data.workers=0", "--out", "run"]
-    done = preloaded.run([sys.executable, "-m", "trainer", *words])
-    assert done.returncode == 0, done.stderr
+    (here / "counted.py").write_text(COUNTED)
+    data = {"workers": 0, "global_batch_size": 4, "micro_batch_size": 4}
+    sections = {
+        "epochs": 1,
+        "max_steps": 2,
+        "data": data,
+        "log": {"to": ["jsonl"]},
+        "parallel": {"threads": 1},
+    }
+    assert forked.attempt(here / "run", recipe_of(here / "counted.py", **sections)).code == 0
     tried, *_, trained = (here / "counted.py.numbers").read_text().split()
     assert (tried, trained) == ("0", "1")

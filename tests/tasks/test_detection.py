@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
 from tests.helpers import preloaded
 from tests.helpers.refusals import refused
@@ -96,8 +97,6 @@ def test_the_tasks_loss_is_a_sum_that_padding_does_not_enter() -> None:
 
 
 def test_focal_loss_and_overlap_are_torchvisions() -> None:
-    from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
-
     torch.manual_seed(1)
     cells = cell_centers(4, 4, 8, torch.zeros(()))
     logits, boxes = torch.randn(1, 16, 3), torch.rand(1, 16, 4) * 10 + torch.tensor([0.0, 0, 12, 12])

@@ -1,6 +1,5 @@
 """Promise: a data set of the hub is fetched once, all of one commit, which the run keeps."""
 
-import http.server
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -37,26 +36,20 @@ class Sets(Hub):
         self.sets: dict[tuple[str, str], dict[str, bytes]] = {}
         super().__init__()
 
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        path = request.path.partition("?")[0]
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         if path.startswith("/api/datasets/"):
-            self.asked[f"{request.command} {path}"] += 1
             repository, _, revision = path.removeprefix("/api/datasets/").partition("/revision/")
             commit = self.commits.get(revision, revision)
             if names := [{"rfilename": name} for name in self.sets.get((repository, commit), {})]:
-                body = json.dumps({"id": repository, "sha": commit, "siblings": names}).encode()
-                self.send(request, 200, {}, body)
-            else:
-                known = repository in {one for one, _ in self.sets}
-                lacks = "RevisionNotFound" if known else "RepoNotFound"
-                self.send(request, 404, {"X-Error-Code": lacks}, b"")
-            return
+                return 200, {}, json.dumps({"id": repository, "sha": commit, "siblings": names}).encode()
+            known = repository in {one for one, _ in self.sets}
+            return 404, {"X-Error-Code": "RevisionNotFound" if known else "RepoNotFound"}, b""
         repository, _, rest = path.removeprefix("/datasets/").partition("/resolve/")
-        revision, _, name = rest.partition("/")
-        self.files = {(f"datasets/{repository}", revision): None}
-        self.others = self.sets.get((repository, self.commits.get(revision, revision)), {})
-        request.path = f"/datasets/{repository}/resolve/{revision}/{name}"
-        super().answer(request)
+        revision = rest.partition("/")[0]
+        commit = self.commits.get(revision, revision)
+        self.files = {(f"datasets/{repository}", commit): None}
+        self.others = self.sets.get((repository, commit), {})
+        return super().answer(path)
 
 
 @pytest.fixture

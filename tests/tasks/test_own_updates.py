@@ -249,40 +249,20 @@ def test_the_sums_of_several_losses_go_on_in_the_middle_of_a_row() -> None:
 
 
 FILE = """
-import torch
-from torch.optim.lr_scheduler import OneCycleLR
-
-RECIPE = {"epochs": 2, "data": {"global_batch_size": 8, "micro_batch_size": 4}, "parallel": {"threads": 1}}
-
-class Mine:
-    def data(self):
-        both = {"x": torch.arange(64.0)[:, None] / 64}
-        return both, both
-
-    def model(self):
-        return torch.nn.Linear(1, 1)
-
-    def loss(self, model, batch):
-        return model(batch.fields["x"]).square()
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}
-
-    def optimizer(self, model):
-        return torch.optim.NAdam(model.parameters(), lr=0.01)
-
-    def scheduler(self, optimizer, steps):
-        return OneCycleLR(optimizer, 0.1, total_steps=steps)
+from tests.tasks.test_own_updates import Classes, by, one_cycle, optim
+class Mine(Classes):
+    optimizer, scheduler = by(optim.NAdam, lr=0.01), one_cycle
 """
 
 
 def test_a_schedule_that_is_over_before_the_run_is_refused(tmp_path: Path) -> None:
     """OneCycleLR raises after its last step, which a checkpoint says: an extended run would end with that."""
     (tmp_path / "mine.py").write_text(FILE)
-    values = read_recipe(str(tmp_path / "mine.py"))
-    assert forked.attempt(tmp_path / "run", recipe_file.make_recipe(values)).code == 0
-    longer = forked.attempt(tmp_path / "run", recipe_file.make_recipe({**values, "epochs": 3}))
-    refusal(longer.code, f"{longer.line}\n", "step-00000016", 16, "total_steps", 24, "--init-from")
+    values = {**recipe_of().model_dump(), **read_recipe(str(tmp_path / "mine.py"))}
+    recipe, longer = (recipe_file.make_recipe({**values, "epochs": epochs}) for epochs in (8, 12))
+    assert forked.attempt(tmp_path / "run", recipe).code == 0
+    told = forked.attempt(tmp_path / "run", longer)
+    refusal(told.code, f"{told.line}\n", "step-00000016", 16, "total_steps", 24, "--init-from")
 
 
 def once(owner: Any, model: nn.Module) -> optim.Optimizer:
