@@ -1,6 +1,7 @@
 """Promise: DDP's settings change how gradients are sent, not their values; BatchNorm can span ranks."""
 
 import copy
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.refusals import refused
+from tests.helpers.steps import ALONE, assert_same_bits
 from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
 from trainer.distributed import parallel
@@ -17,15 +19,12 @@ from trainer.models.batchnorm import StepStatistics, synchronize_batchnorm
 
 pytestmark = pytest.mark.compat
 
-CPU = torch.device("cpu")
-
 
 def reduced_gradients(world: World, compress: Literal["none", "bf16"]) -> list[torch.Tensor]:
-    """Gradients of a linear layer whose right value is the sum of what each rank contributes."""
+    """Gradient of a linear layer whose right value is the sum of what each rank contributes, and that."""
     assert world.group is not None
-    model = nn.Linear(64, 64)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.zeros_(model.weight)
     replica = replicate(model, world.group, ParallelConfig(compress=compress))
     torch.manual_seed(world.rank)
     x = torch.randn(8, 64)
@@ -33,8 +32,8 @@ def reduced_gradients(world: World, compress: Literal["none", "bf16"]) -> list[t
     target = torch.randn(8, 64)
     model.zero_grad(set_to_none=False)
     (replica(x) * target).sum().backward()
-    own = target.T @ x
-    return [model.weight.grad.clone() if model.weight.grad is not None else torch.empty(0), own]
+    assert model.weight.grad is not None
+    return [model.weight.grad.clone(), target.T @ x]
 
 
 def test_compressed_gradients_are_the_sum_of_rounded_ones(ranks: Ranks) -> None:
@@ -49,67 +48,40 @@ def test_compressed_gradients_are_the_sum_of_rounded_ones(ranks: Ranks) -> None:
     assert 1e-6 < float(error) < 2 * 2**-8
 
 
-def synchronized(world: World, shape: tuple[int, ...], steps: int) -> dict[str, Any]:
-    """Output, gradients and running statistics of synchronized layers on one rank."""
+def normalized(world: World, shape: tuple[int, ...], steps: int) -> dict[str, Any]:
+    """Output, gradients and running statistics on one rank: synchronized, or torch's own on all samples."""
     torch.manual_seed(1)
     layer = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(shape[1], momentum=0.3).double()
     nn.init.normal_(layer.weight)
-    assert world.group is not None
-    assert synchronize_batchnorm(layer, world.group) == 1
-    statistics = StepStatistics(layer, world.group)
+    if world.group is not None:
+        assert synchronize_batchnorm(layer, world.group) == 1
+        statistics = StepStatistics(layer, world.group)
     per_rank = shape[0] // world.size
     for _ in range(steps):
-        everyones = torch.randn(shape, dtype=torch.float64)
-        weights = torch.randn(shape, dtype=torch.float64)
-        mine = everyones[world.rank * per_rank :][:per_rank].clone().requires_grad_()
-        output = layer(mine)
-        layer.zero_grad()
-        (output * weights[world.rank * per_rank :][:per_rank]).sum().backward()
-        statistics.add(statistics.of_micro_batch())
-        statistics.end_step()
-    assert mine.grad is not None
-    parameters = [p.grad for p in layer.parameters() if p.grad is not None]
-    return {
-        "output": output.detach(),
-        "input": mine.grad,
-        "parameters": parameters,
-        "state": layer.state_dict(),
-    }
-
-
-def alone(shape: tuple[int, ...], steps: int) -> dict[str, Any]:
-    """torch's own BatchNorm on all of the samples."""
-    torch.manual_seed(1)
-    layer = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(shape[1], momentum=0.3).double()
-    nn.init.normal_(layer.weight)
-    for _ in range(steps):
-        x = torch.randn(shape, dtype=torch.float64)
-        weights = torch.randn(shape, dtype=torch.float64)
-        x.requires_grad_()
-        output = layer(x)
+        both = torch.randn(2, *shape, dtype=torch.float64)
+        mine, weights = both[:, world.rank * per_rank :][:, :per_rank]
+        output = layer(mine := mine.clone().requires_grad_())
         layer.zero_grad()
         (output * weights).sum().backward()
-    assert x.grad is not None
-    parameters = [p.grad for p in layer.parameters() if p.grad is not None]
-    state = layer.state_dict()
-    return {"output": output.detach(), "input": x.grad, "parameters": parameters, "state": state}
+        if world.group is not None:
+            statistics.add(statistics.of_micro_batch())
+            statistics.end_step()
+    assert mine.grad is not None
+    parameters, state = [p.grad for p in layer.parameters()], layer.state_dict()
+    return {"output": output.detach(), "input": mine.grad, "parameters": parameters, "state": state}
 
 
 @pytest.mark.parametrize(("size", "shape"), [(4, (8, 3)), (2, (8, 3, 4, 5))])
 def test_synchronized_batchnorm_is_batchnorm_of_all_ranks_samples(
     ranks: Ranks, size: int, shape: tuple[int, ...]
 ) -> None:
-    answers = ranks.run(size, synchronized, shape, 3)
-    right = alone(shape, 3)
+    answers, right = ranks.run(size, normalized, shape, 3), normalized(ALONE, shape, 3)
+    near: Any = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-12)
     for part in ("output", "input"):
-        assert torch.allclose(torch.cat([answer[part] for answer in answers]), right[part], atol=1e-12)
+        near(torch.cat([answer[part] for answer in answers]), right[part])
     for number, gradient in enumerate(right["parameters"]):
-        together = torch.stack([answer["parameters"][number] for answer in answers]).sum(0)
-        assert torch.allclose(together, gradient, atol=1e-12)
-    for answer in answers:
-        assert answer["state"].keys() == right["state"].keys()
-        for name, tensor in right["state"].items():
-            assert torch.allclose(answer["state"][name], tensor, atol=1e-12), name
+        near(torch.stack([answer["parameters"][number] for answer in answers]).sum(0), gradient)
+    near([answer["state"] for answer in answers], [right["state"]] * size)
 
 
 def low_precision(world: World) -> list[torch.Tensor]:
@@ -172,6 +144,5 @@ def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks) -> 
     separate = ranks.run(2, train_digits, small | {"parallel": {"threads": 1}}, 0)
     different = torch.tensor([losses for losses, _, _ in separate]).sum(0)
     assert not torch.allclose(different, torch.tensor(expected), rtol=1e-4)
-    for name, tensor in together[0][2].items():
-        assert torch.equal(tensor, together[1][2][name]), name
-        assert torch.allclose(tensor, weights[name], rtol=1e-2, atol=2e-3), name
+    assert_same_bits(together[1][2], together[0][2])
+    torch.testing.assert_close(together[0][2], weights, rtol=1e-2, atol=2e-3)

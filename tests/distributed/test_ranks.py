@@ -8,6 +8,7 @@ import torch
 from tests.helpers import digits_steps
 from tests.helpers.digits_steps import train_digits
 from tests.helpers.refusals import named
+from tests.helpers.steps import ALONE, assert_same_bits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, check_agreement
@@ -21,10 +22,7 @@ DIGITS = digits_steps.DIGITS
 
 @pytest.mark.parametrize(("norm", "resident"), [("batch", True), ("group", False)])
 def test_worlds_agree(ranks: Ranks, norm: str, resident: bool) -> None:
-    values = DIGITS | {
-        "model": {"width": 8, "norm": norm},
-        "data": DIGITS["data"] | {"resident": resident},
-    }
+    values = DIGITS | {"model": {"width": 8, "norm": norm}, "data": DIGITS["data"] | {"resident": resident}}
     by_size = {size: ranks.run(size, train_digits, values, 0) for size in SIZES}
     alone_losses, alone_figures, alone_weights = by_size[1][0]
     for answers in by_size.values():
@@ -33,9 +31,8 @@ def test_worlds_agree(ranks: Ranks, norm: str, resident: bool) -> None:
         for _, metrics, weights in answers:
             assert metrics == answers[0][1]
             assert metrics["accuracy"] == pytest.approx(alone_figures["accuracy"], abs=0.01)
-            for name, tensor in weights.items():
-                assert torch.equal(tensor, answers[0][2][name]), f"{name} differs between ranks"
-                assert torch.allclose(tensor, alone_weights[name], rtol=1e-2, atol=2e-3), name
+            assert_same_bits(weights, answers[0][2])
+            torch.testing.assert_close(weights, alone_weights, rtol=1e-2, atol=2e-3)
 
 
 def evaluate_untrained(world: World) -> dict[str, float]:
@@ -47,17 +44,17 @@ def evaluate_untrained(world: World) -> dict[str, float]:
     )
 
 
-def sgd_without_clipping(world: World) -> list[float]:
-    values = DIGITS | {"optim": {"name": "sgd", "lr": 0.05}, "model": {"width": 8, "norm": "group"}}
-    return train_digits(world, values, 0)[0]
+def losses_of(ranks: Ranks, size: int, **sections: Any) -> torch.Tensor:
+    """Of each step, summed over the ranks."""
+    answers = ranks.run(size, train_digits, DIGITS | sections, 0)
+    return torch.tensor([losses for losses, _, _ in answers], dtype=torch.float64).sum(0)
 
 
-def test_no_factor_of_the_world_size_is_in_the_gradient(ranks: Ranks) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_factor_of_the_world_size_is_in_the_gradient(ranks: Ranks, size: int) -> None:
     """AdamW and clipping would hide one; plain SGD follows it at once."""
-    alone = torch.tensor(ranks.run(1, sgd_without_clipping)[0])
-    for size in (2, 4):
-        together = torch.tensor(ranks.run(size, sgd_without_clipping)).sum(0)
-        assert torch.allclose(together, alone, rtol=1e-4)
+    plain = {"optim": {"name": "sgd", "lr": 0.05}, "model": {"width": 8, "norm": "group"}}
+    assert torch.allclose(losses_of(ranks, size, **plain), losses_of(ranks, 1, **plain), rtol=1e-4)
 
 
 def test_worlds_agree_with_every_part_of_the_recipe(ranks: Ranks) -> None:
@@ -70,8 +67,7 @@ def test_worlds_agree_with_every_part_of_the_recipe(ranks: Ranks) -> None:
     answers = ranks.run(2, train_digits, values, 0)
     together = torch.tensor([losses for losses, _, _ in answers]).sum(0)
     assert torch.allclose(together, alone, rtol=2e-2)
-    for name, tensor in answers[1][2].items():
-        assert torch.equal(tensor, answers[0][2][name]), name
+    assert_same_bits(answers[1][2], answers[0][2])
 
 
 def disagree(world: World) -> str:
@@ -94,7 +90,7 @@ def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks) -> 
     # Counted once each: accuracy over 360 images, computed without the trainer.
     recipe = make_recipe(**DIGITS)
     task = make_task(recipe)
-    run = build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0)
+    run = build(recipe, task, ALONE, 0)
     images: Any = task.evaluation_data.arrays
     pixels = (torch.from_numpy(images["image"]).permute(0, 3, 1, 2).float() / 255 - 0.287) / 0.354
     with torch.inference_mode():
@@ -106,15 +102,10 @@ def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks) -> 
     )
 
 
-def dropout_patterns(world: World) -> list[float]:
-    """Losses of a model that is all dropout: they tell the random numbers of each micro-batch."""
-    values = DIGITS | {"model": {"width": 8, "dropout": 0.9}, "optim": {"lr": 1e-12}}
-    return train_digits(world, values, 0)[0]
-
-
-def test_dropout_is_keyed_by_step_and_micro_batch_not_by_rank(ranks: Ranks) -> None:
-    alone = torch.tensor(ranks.run(1, dropout_patterns)[0])
-    for size in (2, 4):
-        together = torch.tensor(ranks.run(size, dropout_patterns)).sum(0)
-        assert torch.allclose(together, alone, rtol=1e-5)
-    assert len(set(alone.tolist())) == len(alone)
+@pytest.mark.parametrize("size", [2, 4])
+def test_dropout_is_keyed_by_step_and_micro_batch_not_by_rank(ranks: Ranks, size: int) -> None:
+    """Losses of a model that is all dropout tell the random numbers of each micro-batch."""
+    dropped = {"model": {"width": 8, "dropout": 0.9}, "optim": {"lr": 1e-12}}
+    alone = losses_of(ranks, 1, **dropped)
+    assert torch.allclose(losses_of(ranks, size, **dropped), alone, rtol=1e-5)
+    assert len({*alone.tolist()}) == len(alone)

@@ -1,5 +1,8 @@
 """Promise: with parallel.reduction=tree the number of ranks changes not one bit."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,16 +11,16 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers.digits_steps import DIGITS
-from tests.helpers.steps import State, assert_same_bits, train_some
-from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.refusals import refused
+from tests.helpers.steps import ALONE, State, assert_same_bits, train_some
+from tests.helpers.toys import TokenTask, make_recipe, run_steps
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World
 from trainer.distributed.tree import Sums, Tournament, TreeReduction
-from trainer.errors import BadInputError
 from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
 from trainer.train.start.rank import choose_threads
-from trainer.train.step import take_metrics, train_step
+from trainer.train.step import take_metrics
 
 KINDS: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"width": 8, "norm": "batch"}},
@@ -57,21 +60,17 @@ def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor
         optim={"lr": 0.1, "max_grad_norm": 0.5},
         parallel={"threads": 1, "reduction": reduction},
     )
-    run = build(recipe, TokenTask(29, dtype=torch.float32), world, workers=0)
-    batches = run.loader(run.share.batches())
-    for step in range(run.plan.steps):
-        train_step(run, batches, step)
+    run_steps(run := build(recipe, TokenTask(29, dtype=torch.float32), world, workers=0))
     return float(take_metrics(run)["loss"]), [p.detach().clone() for p in run.gradients.parameters]
 
 
 def test_valid_tokens_and_padding(ranks: Ranks) -> None:
-    wanted, weights = ranks.run(1, train_tokens, "tree")[0]
+    wanted = ranks.run(1, train_tokens, "tree")[0]
     for size in SIZES:
-        for loss, own in ranks.run(size, train_tokens, "tree"):
-            assert loss == wanted
-            assert all(map(torch.equal, own, weights))
+        for found in ranks.run(size, train_tokens, "tree"):
+            assert_same_bits(found, wanted)
     plain, _ = ranks.run(1, train_tokens, "all_reduce")[0]
-    assert plain == pytest.approx(wanted, rel=1e-5)  # it is the same loss
+    assert plain == pytest.approx(wanted[0], rel=1e-5)  # it is the same loss
 
 
 class Sometimes(nn.Module):
@@ -94,33 +93,28 @@ class Sometimes(nn.Module):
         return result
 
 
-def trained_sometimes(world: World, above: float, reduction: str, **parallel: Any) -> dict[str, torch.Tensor]:
+def trained(world: World, model: Callable[[], nn.Module], reduction: str) -> dict[str, torch.Tensor]:
     task = TokenTask(32, ragged=False)
-    task.model = lambda: Sometimes(above)  # type: ignore[method-assign]
+    task.model = model  # type: ignore[method-assign]
     recipe = make_recipe(
         epochs=2,
         data={"global_batch_size": 8, "micro_batch_size": 2},
         optim={"lr": 0.01, "weight_decay": 0.1},
-        parallel={"threads": 1, "reduction": reduction, **parallel},
+        parallel={"threads": 1, "reduction": reduction},
     )
-    run = build(recipe, task, world, workers=0)
-    batches = run.loader(run.share.batches())
-    for step in range(run.plan.steps):
-        train_step(run, batches, step)
+    run_steps(run := build(recipe, task, world, workers=0))
     return {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
 
 
 @pytest.mark.parametrize("above", [0.3, 9.0])
 def test_what_a_micro_batch_leaves_out_counts_for_nothing(ranks: Ranks, above: float) -> None:
     """In some micro-batches or in all; weight decay would tell a gradient of zero from none."""
-    wanted = ranks.run(1, trained_sometimes, above, "tree")[0]
-    plain = ranks.run(1, trained_sometimes, above, "all_reduce")[0]
+    model = partial(Sometimes, above)
+    wanted, plain = (ranks.run(1, trained, model, how)[0] for how in ("tree", "all_reduce"))
     for size in SIZES[1:]:
-        for answer in ranks.run(size, trained_sometimes, above, "tree"):
-            for name, tensor in wanted.items():
-                assert torch.equal(tensor, answer[name]), f"{name} differs with {size} ranks"
-    for name, tensor in wanted.items():
-        assert torch.allclose(tensor, plain[name], rtol=1e-9), name
+        for answer in ranks.run(size, trained, model, "tree"):
+            assert_same_bits(answer, wanted)
+    torch.testing.assert_close(plain, wanted, rtol=1e-9, atol=1e-8)
 
 
 class Running(nn.Module):
@@ -144,35 +138,24 @@ class Running(nn.Module):
         return result
 
 
-def trained_running(world: World, reduction: str) -> dict[str, torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Sometimes", lambda _: Running())
-        return trained_sometimes(world, 0.0, reduction)
-
-
 def test_other_running_statistics_are_the_same_on_any_ranks(ranks: Ranks) -> None:
-    wanted = ranks.run(1, trained_running, "tree")[0]
+    wanted = ranks.run(1, trained, Running, "tree")[0]
     assert int(wanted["seen"]) == 8, "it counts steps"
     assert float(wanted["mean"].abs().min()) > 0
     for size in SIZES[1:]:
-        for answer in ranks.run(size, trained_running, "tree"):
-            assert all(torch.equal(tensor, answer[name]) for name, tensor in wanted.items())
-    for answer in ranks.run(2, trained_running, "all_reduce"):
-        assert all(torch.allclose(tensor, answer[name], rtol=1e-9) for name, tensor in wanted.items())
+        for answer in ranks.run(size, trained, Running, "tree"):
+            assert_same_bits(answer, wanted)
+    for answer in ranks.run(2, trained, Running, "all_reduce"):
+        torch.testing.assert_close(answer, wanted, rtol=1e-9, atol=1e-8)
 
 
-def refusal(world: World) -> str:
-    try:
-        trained_sometimes(world, 9.0, "all_reduce")
-    except BadInputError as error:
-        return str(error)
-    return ""
+def refused_sometimes(world: World) -> None:
+    with refused("idle.weight, idle.bias parallel.find_unused_parameters=true"):
+        trained(world, partial(Sometimes, 9.0), "all_reduce")
 
 
 def test_parameters_without_a_gradient_are_named(ranks: Ranks) -> None:
-    for answer in ranks.run(2, refusal):
-        assert "idle.weight, idle.bias" in answer
-        assert "parallel.find_unused_parameters=true" in answer
+    ranks.run(2, refused_sometimes)
 
 
 def starts_apart(world: World) -> torch.Tensor:
@@ -191,27 +174,18 @@ def test_all_ranks_take_the_first_ones_weights(ranks: Ranks) -> None:
     assert all(float(weight.mean()) == 1.0 for weight in ranks.run(2, starts_apart))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "names"),
-    [
-        ({"compress": "bf16"}, "parallel.compress"),
-        ({"sync_batchnorm": True}, "parallel.sync_batchnorm"),
-        ({"find_unused_parameters": True}, "parallel.find_unused_parameters"),
-    ],
-)
-def test_what_a_tree_does_not_go_with_is_refused(parallel: dict[str, Any], names: str) -> None:
-    with pytest.raises(ValueError, match=names):
-        make_recipe(parallel={"reduction": "tree", **parallel})
+@pytest.mark.parametrize("key", ["compress", "sync_batchnorm", "find_unused_parameters"])
+def test_what_a_tree_does_not_go_with_is_refused(key: str) -> None:
+    with refused(f"parallel.{key}", by=ValueError):
+        make_recipe(parallel={"reduction": "tree", key: "bf16" if key == "compress" else True})
 
 
 def test_ranks_that_split_no_tree_are_refused() -> None:
-    recipe = make_recipe(
-        parallel={"reduction": "tree"}, data={"global_batch_size": 12, "micro_batch_size": 1}
-    )
-    task = TokenTask(24)
+    sizes, task = {"global_batch_size": 12, "micro_batch_size": 1}, TokenTask(24)
+    recipe = make_recipe(parallel={"reduction": "tree"}, data=sizes)
     for fitting in (1, 3, 6, 12):
         check_request(recipe, task, fitting)
-    with pytest.raises(BadInputError, match="no power of two"):
+    with refused("parallel.reduction=tree", 12, 2):
         check_request(recipe, task, 2)
 
 
@@ -226,31 +200,25 @@ def test_other_ranks_go_on_to_the_same_bits(ranks: Ranks, kind: str) -> None:
     wanted, _ = ranks.run(1, steps_of, values, range(6), None)[0]
     state = None
     for size, steps in ((4, range(2)), (1, range(2, 3)), (2, range(3, 6))):
-        answers = ranks.run(size, steps_of, values, steps, state)
-        state = answers[0][0]
-        for other, _ in answers[1:]:
-            assert_same_bits(state, other)
-    assert state is not None
-    assert_same_bits(wanted, state)
+        (state, _), *others = ranks.run(size, steps_of, values, steps, state)
+        assert_same_bits([other for other, _ in others], [state] * len(others))
+    assert_same_bits(state, wanted)
 
 
 def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
     tree = make_recipe(parallel={"reduction": "tree"})
     for ranks_here in (1, 2, 4):
-        threads, (note,) = choose_threads(
-            tree, None, "auto", World(0, 1, 0, torch.device("cpu"), None, local_size=ranks_here)
-        )
-        assert threads == 1
-        assert "parallel.threads" in note
+        threads, (note,) = choose_threads(tree, None, "auto", replace(ALONE, local_size=ranks_here))
+        assert threads == 1 and "parallel.threads" in note
     set_by_hand = make_recipe(parallel={"reduction": "tree", "threads": 3})
-    assert choose_threads(set_by_hand, None, "auto", World(0, 1, 0, torch.device("cpu"), None)) == (3, [])
+    assert choose_threads(set_by_hand, None, "auto", ALONE) == (3, [])
 
 
 def test_gradients_of_several_dtypes_are_added_each_in_its_own(ranks: Ranks) -> None:
     wanted = ranks.run(1, reduce_mixed)[0]
     for size in SIZES[1:]:
         for sums in ranks.run(size, reduce_mixed):
-            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(sums, wanted, strict=True))
+            assert_same_bits(sums, wanted)
 
 
 def reduce_mixed(world: World) -> list[torch.Tensor]:

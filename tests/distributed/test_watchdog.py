@@ -8,20 +8,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import pytest
-import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.helpers import forked, hangs, preloaded
-from tests.helpers.hangs import Ending, Hang, Job, hang, is_named, recipe_of
+from tests.helpers.hangs import Ending, Hang, Job, hang, is_named, recipe_of, watched_hang
 from tests.helpers.refusals import named
-from tests.helpers.waiting import SECONDS
+from tests.helpers.steps import ALONE
+from tests.helpers.waiting import SECONDS, until_gone
 from trainer.config.training import ParallelConfig
 from trainer.distributed import watchdog as watchdog_module
-from trainer.distributed.parallel import World
 from trainer.distributed.watchdog import Place, Watchdog, waited_for
 from trainer.errors import EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, BadInputError, LostPeerError
 from trainer.launch import exit_record
@@ -31,35 +32,42 @@ from trainer.observe import phases
 ROOT = Path(__file__).parents[2]
 # What all its tests wait for is started once: in one process, also where tests run in several.
 pytestmark = pytest.mark.xdist_group("hang")
-HANG_S = 4.0  # a rank of a machine that is busy may well stand still for a second
 # Of two ranks one is stopped; of four that share weights one hangs. What sets other phases apart is that a
 # rank has said where it is: `test_each_phase_is_said`.
 STOPPED, SHARDED = Hang(1, "stopped", 5), Hang(2, "forward", 3)
 
-
+# The watch begins in the step in which the last rank hangs: a slow start is no hang.
 INJECTED = """
-import os
-if True:  # a rank may be a fork
-    from trainer.train import loop
-    original = loop.train_step
-    def stuck(run, batches, step):
-        if step == 20 and os.environ.get("RANK") == str(run.world.size - 1):
-            import ctypes, time
+import ctypes, os, threading, time
+from trainer.distributed import watchdog
+from trainer.train import loop
+train_step, start, dump = loop.train_step, watchdog.Watchdog.start, watchdog.dump_unless_called_within
+begun, looks = [], threading.Event()
+def dump_and_look(*given):
+    dump(*given)
+    looks.set()
+def stuck(run, batches, step):
+    if step == 2:
+        start(*begun.pop())
+        looks.wait()
+        if os.environ.get("RANK") == str(run.world.size - 1):
             run.state.optimizer.step = lambda: SLEEP(1000)
-        original(run, batches, step)
-    loop.train_step = stuck
+    train_step(run, batches, step)
+if train_step.__name__ == "train_step":  # else this process is the fork of one that has it
+    watchdog.dump_unless_called_within, loop.train_step = dump_and_look, stuck
+    watchdog.Watchdog.start = lambda *given: begun.append(given)
 """
 
 
 class CommandLine:
     """A user's run in a process of its own, with a fault put in by Python's own start."""
 
-    def __init__(self, ranks: int, sleep: str) -> None:
+    def __init__(self, ranks: int, sleep: str, hang_s: float) -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._folder = tempfile.TemporaryDirectory(prefix="hang-")
         self._began, folder = time.monotonic(), Path(self._folder.name)
         (folder / "sitecustomize.py").write_text(INJECTED.replace("SLEEP", sleep))
-        words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s=3"
+        words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s={hang_s}"
         words += " parallel.threads=1 model.width=4 log.to=[jsonl]"
         self._process = preloaded.Popen(
             [sys.executable, "-m", "trainer", *words.split(), "--out", folder / "run"],
@@ -85,12 +93,13 @@ class CommandLine:
 @pytest.fixture(scope="module")
 def endings() -> dict[str, Ending]:
     """How the jobs of this file end: all at once, as they mostly wait."""
-    hsdp = recipe_of(HANG_S, parallel={"strategy": "hsdp", "shard": 2})
+    preloaded.parent()  # it imports while the first jobs run
+    hsdp = recipe_of(4.0, parallel={"strategy": "hsdp", "shard": 2})
     jobs: dict[str, Job | CommandLine] = {
-        "stopped": Job(2, recipe_of(HANG_S), hang(STOPPED)),
-        "sharded": Job(4, hsdp, hang(SHARDED)),
-        "sleeps": CommandLine(2, "time.sleep"),
-        "holds the GIL": CommandLine(1, "ctypes.PyDLL(None).sleep"),
+        "sharded": Job(4, hsdp, *watched_hang(SHARDED)),
+        "stopped": Job(2, recipe_of(1.0), *watched_hang(STOPPED)),
+        "sleeps": CommandLine(2, "time.sleep", 2),
+        "holds the GIL": CommandLine(1, "ctypes.PyDLL(None).sleep", 1),
     }
     ended = dict[str, Ending]()
     while len(ended) < len(jobs):
@@ -112,14 +121,7 @@ def test_a_hang_is_named(endings: dict[str, Ending]) -> None:
 
 def test_each_phase_is_said(tmp_path: Path) -> None:
     """Where a rank would hang it has said that it is there; what is made of that is the same everywhere."""
-    places = [
-        Hang(0, "forward", 4),
-        Hang(0, "backward", 1),
-        Hang(0, "update", 7),
-        Hang(0, "evaluation", 8),
-        Hang(0, "logging", 2),
-        Hang(0, "checkpoint", 10),
-    ]
+    steps = {"forward": 4, "backward": 1, "update": 7, "evaluation": 8, "logging": 2, "checkpoint": 10}
     notes = tmp_path / "notes"
 
     def note() -> None:
@@ -128,25 +130,11 @@ def test_each_phase_is_said(tmp_path: Path) -> None:
 
     def before() -> None:
         forked.replace(hangs, "sleep_forever", note)
-        for where in places:
-            hang(where)(0)
+        for phase, step in steps.items():
+            hang(Hang(0, phase, step))(0)
 
     assert forked.attempt(tmp_path / "run", recipe_of(60.0), before=before).code == 0
-    assert set(notes.read_text().splitlines()) == {f"{where.phase} {where.step}" for where in places}
-
-
-class Looks:
-    """An event at which a watchdog waits for its next look; `happens` comes before each."""
-
-    def __init__(self, *happens: Callable[[], object]) -> None:
-        self.looks, self._happens = 0, iter(happens)
-
-    def wait(self, _: float) -> bool:
-        self.looks += 1
-        for happens in self._happens:
-            happens()
-            return False
-        return True
+    assert set(notes.read_text().splitlines()) == {f"{phase} {step}" for phase, step in steps.items()}
 
 
 class LeftError(Exception):
@@ -154,22 +142,29 @@ class LeftError(Exception):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> int:
-    """The watchdog over a rank that is alone in step 7; returns the look at which it left, or 0."""
+    """The watchdog over a rank that is alone in step 7, with what happens before each of its looks.
 
-    def leaves(code: int, line: str, *_: object, **__: object) -> None:
-        assert code == EXIT_HANG
-        raise LeftError(line)
+    Returns the look at which it left, or 0.
+    """
+    watchdog, looks = Watchdog(ALONE, ParallelConfig(hang_s=20, timeout_s=200)), list[None]()
 
-    watchdog = Watchdog(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=20, timeout_s=200))
+    def wait(_: float) -> bool:
+        if len(looks) == len(happens):
+            return True
+        looks.append(None)
+        happens[len(looks) - 1]()
+        return False
+
     phases.PHASE_TIMER.step = 7
+    leaves = mock.Mock(side_effect=LeftError)
     monkeypatch.setattr("trainer.distributed.watchdog.leave_now", leaves)
-    looks = Looks(*happens)
-    monkeypatch.setattr(watchdog, "stopped", looks)
+    monkeypatch.setattr(watchdog.stopped, "wait", wait)
     try:
         watchdog.watch()
-    except LeftError as left:
-        assert "no progress for 20 s: rank 0 hangs in" in str(left)
-        return looks.looks
+    except LeftError:
+        code, line, *_ = leaves.call_args.args
+        assert code == EXIT_HANG and "no progress for 20 s: rank 0 hangs in" in line
+        return len(looks)
     finally:
         phases.PHASE_TIMER.reset()
     return 0
@@ -204,7 +199,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
     store = HashStore()
     monkeypatch.setattr(watchdog_module, "store_client", lambda *_: store)
     config = ParallelConfig(hang_s=0.02, timeout_s=200)
-    return [Watchdog(World(rank, 3, 0, torch.device("cpu"), None), config) for rank in range(3)]
+    return [Watchdog(replace(ALONE, rank=rank, size=3), config) for rank in range(3)]
 
 
 def test_one_rank_that_makes_progress_is_enough(ranks: list[Watchdog]) -> None:
@@ -248,10 +243,8 @@ def test_a_store_that_is_gone_says_nothing(ranks: list[Watchdog], monkeypatch: p
 
 
 def test_no_watch_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Watchdog, "watch", lambda _: None
-    )  # with no time to wait it would end this process at once
-    watchdog = Watchdog(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=0))
+    monkeypatch.setattr(Watchdog, "watch", int)  # with no time to wait it would end this process at once
+    watchdog = Watchdog(ALONE, ParallelConfig(hang_s=0))
     watchdog.start()
     assert watchdog._thread is None
 
@@ -260,7 +253,7 @@ def test_the_command_line_says_who_hangs(endings: dict[str, Ending]) -> None:
     code, text, _ = endings["sleeps"]
     assert code == EXIT_HANG, text
     head, *rest = text.splitlines()
-    assert named(head, "rank 1 update, step 21 rank 0")
+    assert named(head, "rank 1 update, step 3 rank 0")
     assert "rank 1 is here:" in rest
     assert any("sitecustomize.py" in line for line in rest)
 
@@ -281,9 +274,6 @@ def test_a_first_dump_may_be_of_a_job_that_was_suspended(tmp_path: Path) -> None
         record = exit_record.hung(tmp_path, 0)
         assert (record is not None) == hung
     assert record is not None and record.code == EXIT_HANG and named(record.line, "forward, step 3 GIL")
-
-
-# --- who is blamed ---
 
 
 WAITS, BEHIND = Place(0, 200, 13, "communication"), Place(0, 120, 13, "data")
@@ -309,7 +299,7 @@ def test_who_is_blamed(places: list[Place], silent: int, blamed: list[int], name
 
 
 def test_a_step_that_compiles_has_more_time() -> None:
-    watched = Watchdog(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=30, timeout_s=200))
+    watched = Watchdog(ALONE, ParallelConfig(hang_s=30, timeout_s=200))
     watched._compiling_until = 3
     limits = {}
     for step, phase in ((3, "forward"), (3, "communication"), (4, "forward"), (16, "end")):
@@ -322,7 +312,7 @@ def test_a_step_that_compiles_has_more_time() -> None:
         (16, "end"): 300,
     }
     phases.PHASE_TIMER.reset()
-    assert Watchdog(watched._world, ParallelConfig(hang_s=300, timeout_s=200)).allowed_seconds() == 1000
+    assert Watchdog(ALONE, ParallelConfig(hang_s=300, timeout_s=200)).allowed_seconds() == 1000
 
 
 def _leaves(pipe: Connection) -> None:
@@ -339,10 +329,6 @@ def test_a_rank_that_leaves_ends_what_it_started() -> None:
     process = context.Process(target=_leaves, args=(theirs,))
     process.start()
     child = ours.recv()
-    process.join(300)
+    process.join(SECONDS)
     assert process.exitcode == EXIT_HANG
-    end = time.monotonic() + 300
-    stat = Path(f"/proc/{child}/stat")
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end, stat.read_text()
-        time.sleep(0.02)
+    until_gone(child)

@@ -25,8 +25,10 @@ from torch import distributed as dist
 from tests.helpers.forked import replace, small
 from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
+from tests.helpers.waiting import until
 from trainer.config.recipe import Recipe
 from trainer.data import loader
+from trainer.distributed.watchdog import Watchdog
 from trainer.errors import EXIT_HANG
 from trainer.host.affinity import CpuShares
 from trainer.launch import exit_record
@@ -39,16 +41,12 @@ from trainer.train.request import Request
 from trainer.train.start.rank import train_rank
 
 PHASES = (
-    "data",
-    "forward",
-    "backward",
-    "communication",
-    "update",
-    "evaluation",
-    "logging",
-    "checkpoint",
+    *("data", "forward", "backward", "communication", "update", "evaluation", "logging", "checkpoint"),
     "stopped",
 )
+
+
+Fault = Callable[[int], object]  # called with a rank's number before that rank trains
 
 
 class Hang(NamedTuple):
@@ -78,10 +76,7 @@ def recipe_of(hang_s: float, **sections: Any) -> Recipe:
 class Job:
     """Forked ranks that train. Does what the launcher does: kills those that stay when one has failed."""
 
-    def __init__(
-        self, size: int, recipe: Recipe, *faults: Callable[[int], object], seconds: float = 300.0
-    ) -> None:
-        """Starts them; each fault is called with a rank's number before that rank trains."""
+    def __init__(self, size: int, recipe: Recipe, *faults: Fault, seconds: float = 300.0) -> None:
         import_late()
         port = free_port()
         self._root = tempfile.TemporaryDirectory(prefix="hang-")
@@ -124,23 +119,14 @@ class Job:
             try:
                 records.append(exit_record.read_exit_record(self._words, number))
             except FileNotFoundError:
-                records.append(
-                    exit_record.ExitRecord(
-                        number, 1, f"no word, {process.exitcode}", consequence=late[number]
-                    )
-                )
+                line = f"no word, {process.exitcode}"
+                records.append(exit_record.ExitRecord(number, 1, line, consequence=late[number]))
         self._root.cleanup()
         return Ending(exit_record.job_code(records), exit_record.exit_message(records, len(records)), took)
 
 
 def _rank(
-    number: int,
-    size: int,
-    port: int,
-    folder: Path,
-    words: Path,
-    recipe: Recipe,
-    faults: tuple[Callable[[int], object], ...],
+    number: int, size: int, port: int, folder: Path, words: Path, recipe: Recipe, faults: Sequence[Fault]
 ) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
@@ -148,9 +134,8 @@ def _rank(
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
     threading.excepthook = threading.__excepthook__
     os.setsid()  # the launcher kills a rank's session
-    os.environ.update(
-        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
-    )
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(number))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     for fault in faults:
         fault(number)
@@ -170,14 +155,36 @@ def sleep_forever() -> None:
         time.sleep(60)
 
 
-def hang(where: Hang) -> Callable[[int], object]:
-    """A fault for `Job`: this rank does not go on there."""
+def hang(where: Hang, begins: Callable[[], object] = int) -> Fault:
+    """A fault for `Job`: this rank does not go on there; `begins` is called before."""
 
     def put(number: int) -> None:
         if number == where.rank:
-            _put(where, _tracked_step())
+            _put(where, _tracked_step(), begins)
 
     return put
+
+
+class _Soon(threading.Event):
+    """For a watchdog to look every 0.2 s, however long it waits for the answers of the others."""
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+        return super().wait(0.2)
+
+
+def watched_hang(where: Hang) -> list[Fault]:
+    """Faults for `Job`: a hang, and watchdogs that begin to look when it is there: a slow start is none."""
+    hangs, start = torch.zeros(1).share_memory_(), Watchdog.start
+
+    def late(watchdog: Watchdog, *given: int) -> None:
+        def begin() -> None:
+            until(hangs.any)
+            start(watchdog, *given)
+
+        watchdog.stopped = _Soon()
+        threading.Thread(target=begin, daemon=True).start()
+
+    return [lambda _: replace(Watchdog, "start", late), hang(where, lambda: hangs.fill_(1))]
 
 
 def _tracked_step() -> Callable[[], int]:
@@ -191,31 +198,11 @@ def _tracked_step() -> Callable[[], int]:
     return lambda: at[0]
 
 
-def _put(where: Hang, step: Callable[[], int]) -> None:
-    if where.phase == "data":
-        fill = loader._Filler._fill
-
-        def filled(self: Any, batch: int, *arguments: Any) -> Any:
-            share = self._source.share
-            if share.plan.shuffle and batch // share.gradient_accumulation_steps + 1 == where.step:
-                sleep_forever()
-            return fill(self, batch, *arguments)
-
-        replace(loader._Filler, "_fill", filled)
-        return
-    if where.phase == "backward":
-        loss = Classification.loss
-
-        def hooked(*arguments: Any) -> torch.Tensor:
-            result = loss(*arguments)
-            if step() == where.step:
-                result.register_hook(lambda _: sleep_forever())
-            return result
-
-        replace(Classification, "loss", hooked)
-        return
+def _put(where: Hang, step: Callable[[], int], begins: Callable[[], object]) -> None:
     places: Mapping[str, tuple[object, str]] = {
+        "data": (loader._Filler, "_fill"),
         "forward": (Classification, "loss"),
+        "backward": (Classification, "loss"),
         "stopped": (Classification, "loss"),
         "communication": (dist, "all_reduce"),
         "update": (reduction, "clip_gradients"),
@@ -227,13 +214,25 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
     thing, name = places[where.phase]
     original = getattr(thing, name)
 
+    def stand_still(*_: object) -> None:
+        begins()
+        if where.phase == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            sleep_forever()
+
     def stuck(*arguments: Any, **named: Any) -> Any:
-        if step() == where.step:
-            if where.phase == "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            else:
-                sleep_forever()
-        return original(*arguments, **named)
+        if where.phase == "data":  # which is read before its step
+            share = arguments[0]._source.share
+            here = arguments[1] // share.gradient_accumulation_steps + 1 if share.plan.shuffle else 0
+        else:
+            here = step()
+        if here == where.step and where.phase != "backward":
+            stand_still()
+        result = original(*arguments, **named)
+        if here == where.step and where.phase == "backward":
+            result.register_hook(stand_still)
+        return result
 
     replace(thing, name, stuck)
 

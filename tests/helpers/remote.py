@@ -87,7 +87,7 @@ def _in_halves(body: bytes, between: Callable[[], object]) -> Iterator[bytes]:
     yield body[len(body) // 2 :]
 
 
-class _Quiet(WSGIRequestHandler):
+class Quiet(WSGIRequestHandler):
     def log(self, *_: Any) -> None:
         pass
 
@@ -98,7 +98,7 @@ class Web:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)
         self.app = Faulty(self._answer)
-        self._server = make_server("127.0.0.1", 0, self.app, threaded=True, request_handler=_Quiet)
+        self._server = make_server("127.0.0.1", 0, self.app, threaded=True, request_handler=Quiet)
         self.url = f"http://127.0.0.1:{self._server.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -126,7 +126,7 @@ class S3:
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._server.start()
         inner: Any = self._server._server
-        inner.RequestHandlerClass = type("Quiet", (inner.RequestHandlerClass, _Quiet), {"log": _Quiet.log})
+        inner.RequestHandlerClass = type("Quiet", (inner.RequestHandlerClass, Quiet), {"log": Quiet.log})
         self.app = inner.app = Faulty(inner.app)
         host, port = self._server.get_host_and_port()
         self.environment = {

@@ -20,7 +20,7 @@ from trainer.train.components.run import build
 from trainer.train.outputs import Outputs
 from trainer.train.saving import Checkpoints
 from trainer.train.state import Run
-from trainer.train.step import take_metrics
+from trainer.train.step import take_metrics, train_step
 
 # Sections of a recipe for the digits that drops out and clips.
 SMALL: dict[str, Any] = {
@@ -114,6 +114,16 @@ def make_recipe(**sections: Any) -> Recipe:
 def build_alone(recipe: Recipe, task: Any, workers: int = 0) -> Run:
     """Builds a run of one rank on the CPU."""
     return build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), workers)
+
+
+def run_steps(run: Run, steps: int | None = None) -> list[float]:
+    """Trains the first steps of a run, by default all; the sum of all losses after each."""
+    run.replica.train()
+    batches, losses = run.loader(run.share.batches()), list[float]()
+    for step in range(run.plan.steps if steps is None else steps):
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss.sum()))
+    return losses
 
 
 def rows_to(

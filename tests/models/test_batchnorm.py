@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.steps import ALONE
-from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.steps import ALONE, assert_same_bits
+from tests.helpers.toys import TokenTask, make_recipe, run_steps
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.models.batchnorm import StepStatistics
 from trainer.train.components.run import build
 from trainer.train.state import Run
-from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 F64 = torch.float64
@@ -105,62 +104,49 @@ def built(task: Task, micro: int = 8, world: World = ALONE, **sections: Any) -> 
     return build(make_recipe(epochs=2, data=data, optim=optim, **sections), task, world, 0)
 
 
-def trained(run: Run, steps: int = 8) -> dict[str, torch.Tensor]:
-    run.replica.train()
-    batches = run.loader(run.share.batches())
-    for step in range(steps):
-        train_step(run, batches, step)
+def trained(run: Run) -> dict[str, torch.Tensor]:
+    run_steps(run, 8)
     run.close()
     return run.state.model.state_dict()
 
 
-def batch_of(task: Task, samples: np.ndarray) -> Any:
-    return SimpleNamespace(fields={name: array[samples] for name, array in task.arrays.items()})
-
-
-def by_hand(task: Task, run: Run, model: nn.Module, steps: int = 8) -> dict[str, torch.Tensor]:
+def by_hand(task: Task, run: Run) -> dict[str, torch.Tensor]:
     """A plain loop over the same samples; micro-batches start from the statistics before the step."""
+    model = task.model()
+    model.load_state_dict(run.state.model.state_dict())
     model.train()
-    learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(learned, lr=float(run.recipe.optim.lr))
-    for step in range(steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(run.recipe.optim.lr))
+    for step in range(8):
         micro_batches = run.plan.read(step * run.micro_batches + np.arange(run.micro_batches)).sample
         before = copy.deepcopy(dict(model.named_buffers()))
         made: dict[str, list[torch.Tensor]] = {name: [] for name in before}
         for samples in micro_batches:
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
-            loss = task.loss(model, batch_of(task, samples)) / run.items.begin(step)
-            loss.backward()
+            batch = SimpleNamespace(fields={name: array[samples] for name, array in task.arrays.items()})
+            (task.loss(model, batch) / run.items.begin(step)).backward()
             for name, buffer in model.named_buffers():
                 counter = f"{name.rpartition('.')[0]}.num_batches_tracked"
                 if int(model.get_buffer(counter)) > int(before[counter]):
                     made[name].append(buffer.clone())
         for name, buffer in model.named_buffers():
-            of_those = torch.stack(made[name] or [before[name]]).double()
-            mean = of_those.mean(0)
+            mean = torch.stack(made[name] or [before[name]]).double().mean(0)
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
 
 
-def assert_near(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], within: float = 1e-12
-) -> None:
-    for name, tensor in theirs.items():
-        assert torch.allclose(ours[name].double(), tensor.double(), rtol=within, atol=within), name
+def assert_near(ours: Any, theirs: Any, within: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in evaluation"])
 def test_without_accumulation_they_are_those_of_a_plain_loop(kind: str) -> None:
     task = Task(kind, None if kind in ("recurrent", "once") else 0.1)
     run = built(task)
-    plain = task.model()
-    plain.load_state_dict(run.state.model.state_dict())
-    model = trained(run)
-    right = by_hand(task, run, plain)
-    assert_near(model, right)
+    right = by_hand(task, run)
+    assert_near(trained(run), right)
     calls = {"recurrent": 3, "two names": 2, "teacher": 2, "critic": 2}.get(kind)
     if calls is not None:
         assert int(right["norm.num_batches_tracked"]) == 8 * calls
@@ -177,17 +163,15 @@ def test_they_are_torchs_to_the_bit(dtype: torch.dtype) -> None:
         statistics.add(statistics.of_micro_batch())
         layer(torch.full((2, 5), 99.0, dtype=dtype))  # what backward computes again doesn't count
         statistics.end_step()
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(layer.state_dict()[name], tensor), name
+    assert_same_bits(layer.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["once", "views", "recurrent", "sometimes", "critic"])
 def test_with_accumulation_each_micro_batch_starts_from_the_same(kind: str) -> None:
     task = Task(kind, None if kind == "recurrent" else 0.3)
     run = built(task, micro=2)
-    plain = task.model()
-    plain.load_state_dict(run.state.model.state_dict())
-    assert_near(trained(run), by_hand(task, run, plain))
+    right = by_hand(task, run)
+    assert_near(trained(run), right)
 
 
 def on_rank(world: World, kind: str, reduction: str) -> dict[str, torch.Tensor]:
@@ -197,13 +181,9 @@ def on_rank(world: World, kind: str, reduction: str) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_may_share_the_micro_batches_as_they_like(ranks: Ranks) -> None:
-    kind = "sometimes"
-    alone = on_rank(ALONE, kind, "all_reduce")
-    trees = [on_rank(ALONE, kind, "tree"), *ranks.run(2, on_rank, kind, "tree")]
-    for tree in trees[1:]:
-        assert all(torch.equal(tensor, trees[0][name]) for name, tensor in tree.items())
-    for state in (*ranks.run(2, on_rank, kind, "all_reduce"), trees[0]):
-        assert_near(state, alone)
+    alone, tree = (on_rank(ALONE, "sometimes", how) for how in ("all_reduce", "tree"))
+    assert_same_bits(ranks.run(2, on_rank, "sometimes", "tree"), [tree] * 2)
+    assert_near([*ranks.run(2, on_rank, "sometimes", "all_reduce"), tree], [alone] * 3)
 
 
 def test_a_skipped_step_leaves_them_and_a_momentum_may_change() -> None:
@@ -240,5 +220,4 @@ def synchronized(world: World) -> dict[str, torch.Tensor]:
 
 
 def test_synchronized_layers_count_each_call_too(ranks: Ranks) -> None:
-    for state in ranks.run(2, synchronized):
-        assert_near(state, trained(built(Task("recurrent"), 8)), 1e-9)
+    assert_near(ranks.run(2, synchronized), [trained(built(Task("recurrent"), 8))] * 2, 1e-9)

@@ -10,7 +10,8 @@ from torch._inductor import config as inductor
 from torch._inductor.codegen.triton import TritonOverrides
 
 from tests.helpers.refusals import named
-from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe, rows_to
+from tests.helpers.steps import assert_same_bits
+from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe, rows_to, run_steps
 from tests.helpers.world import Ranks
 from trainer.config.model import CompileConfig
 from trainer.distributed.parallel import World
@@ -18,7 +19,7 @@ from trainer.models import compiling
 from trainer.models.compiling import CACHE_VARIABLE, missing_for_compiling, prepare_cache, torch_mode
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
-from trainer.train.evaluate import evaluate
+from trainer.train.evaluate import evaluate_run
 from trainer.train.loop import train
 from trainer.train.reduction import FixedGradients, TreeSum
 from trainer.train.step import train_step
@@ -28,13 +29,11 @@ needs_a_compiler = pytest.mark.skipif(
     missing_for_compiling(CPU) is not None, reason=f"torch.compile: {missing_for_compiling(CPU)}"
 )
 
-
-# The whole of torch's compiler but for the C++, which costs seconds for each graph; and all of it.
-COMPILER, INDUCTOR = "aot_eager_decomp_partition", "inductor"
+# The whole of torch's compiler but for the C++, which costs seconds for each graph; and all of it. Called:
+# what would be compiled stays as it is: all but torch's part.
+COMPILER, INDUCTOR, CALLED, TRACED = "aot_eager_decomp_partition", "inductor", "called", "eager"
 BACKENDS = [COMPILER, pytest.param(INDUCTOR, marks=[pytest.mark.slow, needs_a_compiler])]
-# What would be compiled stays as it is: all but torch's part.
-CALLED = "called"
-TRACED = "eager"
+SIZES = {"global_batch_size": 8, "micro_batch_size": 4}
 
 
 def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
@@ -43,9 +42,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     compile_ = torch.compile
 
     def compile_so(function: Any, dynamic: bool, **_: Any) -> Any:
-        if backend == CALLED:
-            return function
-        return compile_(function, backend=backend, dynamic=dynamic)
+        return function if backend == CALLED else compile_(function, backend=backend, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_so)
     monkeypatch.setattr("trainer.train.components.model.missing_for_compiling", lambda _: None)
@@ -71,53 +68,38 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(
         recipe = make_recipe(
             epochs=2,
             compile={"mode": mode, "scope": scope},
-            data={"global_batch_size": 8, "micro_batch_size": 4, "last_batch": last},
+            data={**SIZES, "last_batch": last},
             optim={"lr": 0.01},
         )
         run = build_alone(recipe, TokenTask(20, ragged=True, dtype=torch.float32, blocks=2))
-        batches = run.loader(run.share.batches())
-        series = []
+        batches, series, made = run.loader(run.share.batches()), list[float](), list[int]()
         for step in range(run.plan.steps):
             train_step(run, batches, step)
             series.append(float(run.state.loss))
-            if step == 0:
-                warm = graphs()
+            made.append(graphs())
         losses.append(series)
-        assert graphs() == warm
-        assert bool(warm) == (mode != "none")
+        assert {*made} == {made[0]} and bool(made[0]) == (mode != "none")
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def with_everything(
     world: World, scope: str, mode: str, backend: str
 ) -> tuple[list[float], dict[str, Any], list[str]]:
-    """Checkpointing, BatchNorm, dropout, accumulation, evaluation; on one of the ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        compile_by(patch, backend)
-        return trained_with_everything(world, scope, mode)
+    """Checkpointing, BatchNorm, accumulation, evaluation; on one of the ranks.
 
-
-def trained_with_everything(
-    world: World, scope: str, mode: str
-) -> tuple[list[float], dict[str, Any], list[str]]:
+    Dropout is left out: compiled code draws other numbers than eager code from the same seed.
+    """
     torch.compiler.reset()
     recipe = make_recipe(
         **SMALL
         | {"memory": {"checkpointing": "blocks", "every": 2}, "compile": {"mode": mode, "scope": scope}}
         | {"model": {"width": 4, "blocks": [1, 1]}, "max_steps": 3}
     )
-    task = make_task(recipe)
-    run = build(recipe, task, world, workers=0)
-    batches = run.loader(run.share.batches())
-    run.replica.train()
-    losses = []
-    for step in range(run.plan.steps):
-        before = float(run.state.loss)
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss) - before)
-    figures = evaluate(
-        task, run.state.model, run.evaluation_loader, run.evaluation_share, world, recipe.precision
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        compile_by(patch, backend)
+        run = build(recipe, make_task(recipe), world, workers=0)
+        losses = run_steps(run)
+        figures, _ = evaluate_run(run)
     return losses, figures, list(run.notes)
 
 
@@ -125,9 +107,8 @@ def trained_with_everything(
     "backend",
     [
         CALLED,
-        pytest.param(
-            TRACED, marks=[pytest.mark.compat, pytest.mark.slow]
-        ),  # torch 2.5 refuses some graphs within DDP
+        # torch 2.5 refuses some graphs within DDP.
+        pytest.param(TRACED, marks=[pytest.mark.compat, pytest.mark.slow]),
         *(pytest.param(name, marks=pytest.mark.slow) for name in (COMPILER, INDUCTOR)),
     ],
 )
@@ -136,12 +117,10 @@ def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope
     if (backend, scope) == (TRACED, "model") and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10):
         # That backend is for debugging: with it newer checkpoints find BatchNorm's count changed in place.
         pytest.skip("torch's eager backend doesn't go with checkpointed BatchNorm here")
-    """Dropout is left out: compiled code draws other numbers than eager code from the same seed."""
     eager = ranks.run(2, with_everything, scope, "none", backend)
     compiled = ranks.run(2, with_everything, scope, "default", backend)
     rounding = 0 if backend == CALLED else 1e-3
-    split = "DDP"
-    assert any(split in note for note in compiled[0][2]) != compiling.SPLITS_ALL_GRAPHS
+    assert any("DDP" in note for note in compiled[0][2]) != compiling.SPLITS_ALL_GRAPHS
     for (losses, figures, _), (compiled_losses, compiled_figures, notes) in zip(eager, compiled, strict=True):
         assert compiled_losses == pytest.approx(losses, rel=rounding)
         assert compiled_figures["loss"] == pytest.approx(figures["loss"], rel=rounding)
@@ -149,10 +128,9 @@ def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope
 
 
 def one_rank_cannot(world: World) -> list[str]:
-    compiling_there = world.rank == 0
-    recipe = make_recipe(compile={"mode": "default"}, data={"global_batch_size": 8, "micro_batch_size": 4})
+    recipe = make_recipe(compile={"mode": "default"}, data=SIZES)
     with pytest.MonkeyPatch.context() as patch:
-        missing = None if compiling_there else "no compiler was found (g++); install g++"
+        missing = "no compiler was found (g++); install g++" if world.rank else None
         patch.setattr("trainer.train.components.model.missing_for_compiling", lambda _: missing)
         return list(build(recipe, TokenTask(16), world, 0).notes)
 
@@ -173,16 +151,14 @@ def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyP
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
     folder, problem = prepare_cache()
-    assert folder is None
-    assert named(str(problem), "TORCHINDUCTOR_CACHE_DIR")
+    assert folder is None and named(str(problem), "TORCHINDUCTOR_CACHE_DIR")
 
 
 @pytest.mark.parametrize(("mode", "warm_up"), [("default", 1), ("reduce-overhead", 3)])
 def test_steps_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
     config = CompileConfig(mode=mode)
     assert config.warm_up == warm_up
-    batches = {"global_batch_size": 8, "micro_batch_size": 4}
-    run = build_alone(make_recipe(epochs=2, data=batches), TokenTask(40))
+    run = build_alone(make_recipe(epochs=2, data=SIZES), TokenTask(40))
     object.__setattr__(run, "recipe", run.recipe.model_copy(update={"compile": config}))
     train(run, out := rows_to(run))
     assert out.logger.logged.samples == (run.plan.steps - warm_up) * 8
@@ -193,7 +169,7 @@ def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
     """A replayed graph writes its gradients to the same memory: they are added to, never taken over."""
     recipe = make_recipe(
         epochs=2,
-        data={"global_batch_size": 8, "micro_batch_size": 4},
+        data=SIZES,
         optim={"lr": 0.01, "max_grad_norm": 1.0},
         parallel={"threads": 1, "reduction": reduction},
     )
@@ -207,13 +183,10 @@ def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
         parameters = run.gradients.parameters
         addresses = {p.grad.data_ptr() for p in parameters if p.grad is not None}
         assert len(addresses) == (len(parameters) if graphs_used else 0)
-        batches = run.loader(run.share.batches())
-        for step in range(run.plan.steps):
-            train_step(run, batches, step)
-        after = {p.grad.data_ptr() for p in parameters if p.grad is not None}
-        assert after == addresses
+        run_steps(run)
+        assert {p.grad.data_ptr() for p in parameters if p.grad is not None} == addresses
         weights.append([p.detach().clone() for p in parameters])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_same_bits(*weights)
 
 
 @pytest.mark.compat  # the newest torch has both
@@ -258,11 +231,9 @@ def test_gradients_of_what_changes_later_are_those_of_eager_code() -> None:
     for call in (queued, torch.compile(queued)):
         torch.manual_seed(0)
         w, x, queue = (torch.randn(*size, dtype=torch.float64) for size in ((6, 4), (2, 6), (8, 4)))
-        w.requires_grad_()
-        call(w, x, queue).sum().backward()
-        found.append((w.grad, queue))
-    for one, other in zip(*found, strict=True):
-        assert one is not None and other is not None and torch.allclose(one, other, rtol=1e-12)
+        (gradient,) = torch.autograd.grad(call(w.requires_grad_(), x, queue).sum(), w)
+        found.append((gradient, queue))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-8)
 
 
 def test_cuda_graphs_are_of_the_whole_model() -> None:
@@ -290,10 +261,6 @@ def test_compiled_dropout_is_recomputed_alike(backend: str, monkeypatch: pytest.
             memory=memory,
         )
         run = build_alone(recipe, TokenTask(16, dtype=torch.float32, blocks=2, dropout=0.5))
-        batches = run.loader(run.share.batches())
-        run.replica.train()
-        for step in range(8):
-            train_step(run, batches, step)
-        return [float(run.state.loss), *(float(p.detach().sum()) for p in run.gradients.parameters)]
+        return [*run_steps(run, 8), *(float(p.detach().sum()) for p in run.gradients.parameters)]
 
     assert losses({"checkpointing": "blocks"}) == pytest.approx(losses({}), rel=1e-5)

@@ -1,6 +1,6 @@
 """Promise: what is frozen stays as it is to the bit; LoRA begins as the base, and merged computes alike."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,12 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torchvision.models import SwinTransformer, VisionTransformer
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import named, refused
-from tests.helpers.steps import train_some
-from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.steps import ALONE, assert_same_bits, train_some
+from tests.helpers.toys import build_alone, make_recipe, run_steps
 from tests.helpers.world import Ranks
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
@@ -34,9 +35,8 @@ from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import open_run
 from trainer.train.state import whole_model
-from trainer.train.step import train_step
 
-FROZEN = {"width": 4, "freeze": ["stem", "blocks.0*", "norm"]}
+FROZEN, KEPT = {"width": 4, "freeze": ["stem", "blocks.0*", "norm"]}, ("stem.", "blocks.0.", "norm.")
 
 
 def test_a_groupnorm_stands_behind_frozen_layers(tmp_path: Path) -> None:
@@ -53,9 +53,8 @@ def test_a_groupnorm_computes_what_torchs_does(trained: bool) -> None:
     (ours(last) * weights).sum().backward()
     (plain(images.requires_grad_()) * weights).sum().backward()  # whose channels don't come last
     assert torch.allclose(ours(last), plain(images), atol=1e-6)
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        assert torch.allclose(one.grad, other.grad, atol=1e-5)
+    found, wanted = ([p.grad for p in one.parameters()] for one in (ours, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_frozen_stays_to_the_bit_and_a_resumed_run_ends_alike(tmp_path: Path) -> None:
@@ -63,8 +62,7 @@ def test_what_is_frozen_stays_to_the_bit_and_a_resumed_run_ends_alike(tmp_path: 
     recipe = small(model=FROZEN, optim={"name": "sgd"}, parallel=parallel, max_steps=6)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = attempt(whole, recipe)
-    assert done.code == 0, done.said
-    assert named(done.said, "frozen stem blocks.0* norm BatchNorm")
+    assert done.code == 0 and named(done.said, "frozen stem blocks.0* norm BatchNorm"), done.said
     torch.manual_seed(0)
     begun = build_alone(recipe, make_task(recipe)).state.model.state_dict()
     assert attempt(parts, recipe, stop_after=4).code == 75
@@ -72,7 +70,7 @@ def test_what_is_frozen_stays_to_the_bit_and_a_resumed_run_ends_alike(tmp_path: 
     for name in ("model.safetensors", "ema.safetensors"):
         ended = safetensors.torch.load_file(whole / name)
         same = {name for name, tensor in ended.items() if torch.equal(tensor, begun[name])}
-        assert same == {name for name in begun if name.startswith(("stem.", "blocks.0.", "norm."))}
+        assert same == {name for name in begun if name.startswith(KEPT)}
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
 
 
@@ -109,15 +107,12 @@ def test_a_layer_that_begins_anew_is_not_frozen() -> None:
     """Neither a parameter nor a BatchNorm's statistics would ever be more than drawn at random."""
     model, _ = models()[0]
     names = [*model.state_dict()]
-    first = names[0].rpartition(".")[0]
-
-    def config(freeze: str, reinit: str) -> ModelConfig:
-        return ModelConfig(pretrained=Path("start.safetensors"), freeze=(freeze,), reinit=(reinit,))
-
+    first, last = (name.rpartition(".")[0] for name in (names[0], names[-1]))
+    start = {"pretrained": Path("start.safetensors")}
     for freeze, reinit in ((first, f"{first}.*"), (names[0], first)):
         with refused("model.freeze model.reinit", names[0]):
-            fine_tune(models()[0][0], config(freeze, reinit))
-    fine_tune(model, config(first, names[-1].rpartition(".")[0]))
+            fine_tune(models()[0][0], ModelConfig(**start, freeze=(freeze,), reinit=(reinit,)))
+    fine_tune(model, ModelConfig(**start, freeze=(first,), reinit=(last,)))
 
 
 @pytest.mark.parametrize(
@@ -129,29 +124,24 @@ def test_a_pattern_that_freezes_nothing_or_all_is_bad_input(freeze: list[str], m
         check_request(recipe, make_task(recipe), 1)
 
 
-# --- LoRA ---
+def lora_of(**lora: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"name": "auto", "lora": {"rank": 2, **lora}})
 
-GPTS = [
-    GPTConfig(layers=2, heads=2, width=16, sequence_length=8),
-    GPTConfig(layers=2, heads=2, width=16, sequence_length=8, mlp="gelu", norm="layer", bias=True),
-]
-LORA = ModelConfig.model_validate({"lora": {"rank": 4, "alpha": 8}})
+
+GPT_OF_TWO = GPTConfig(layers=2, heads=2, width=16, sequence_length=8)
+GPTS = [GPT_OF_TWO, GPT_OF_TWO.model_copy(update={"mlp": "gelu", "norm": "layer", "bias": True})]
+LORA = lora_of(rank=4, alpha=8)
 
 
 def vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
     model: nn.Module = VisionTransformer(8, 4, 2, 2, 16, 32, num_classes=5)
     nn.init.normal_(model.get_parameter("heads.head.weight"))  # zero at first
     return model
 
 
-def swin() -> nn.Module:
+def swin() -> Any:
     """Its attention reads the weights of linear layers, and never calls them."""
-    from torchvision.models import SwinTransformer
-
-    model: nn.Module = SwinTransformer([2, 2], 8, [2], [2], [2, 2], stochastic_depth_prob=0.0, num_classes=5)
-    return model
+    return SwinTransformer([2, 2], 8, [2], [2], [2, 2], stochastic_depth_prob=0.0, num_classes=5)
 
 
 def models() -> list[tuple[nn.Module, torch.Tensor]]:
@@ -261,15 +251,13 @@ def layer_of(name: str) -> list[str]:
     ],
 )
 def test_names_are_read_as_peft_reads_them(targets: list[str], saved: list[str], layers: list[str]) -> None:
-    model, lora = language_model(), {"rank": 2, "targets": targets, "modules_to_save": saved}
-    line = fine_tune(model, ModelConfig.model_validate({"name": "auto", "lora": lora}))
+    model = language_model()
+    line = fine_tune(model, lora_of(targets=targets, modules_to_save=saved))
     assert adapted(model) == [name for name, _ in model.named_modules() if name in layers] and layers
     assert named(line, len(layers))
     whole = saved_modules(model, saved)
-    learned = {name for name, one in model.named_parameters() if one.requires_grad}
-    assert {name for name in learned if "lora_" not in name} == {
-        name for name, _ in model.named_parameters() if name.rpartition(".")[0] in whole
-    }
+    learned = {name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name}
+    assert learned == {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in whole}
     assert named(line, *whole)
 
 
@@ -295,12 +283,11 @@ def test_what_cannot_be_adapted_is_refused(
     model: Callable[[], nn.Module], lora: dict[str, Any], names: str
 ) -> None:
     with refused(names):
-        fine_tune(model(), ModelConfig.model_validate({"name": "auto", "lora": {"rank": 2, **lora}}))
+        fine_tune(model(), lora_of(**lora))
 
 
 def test_what_shares_a_weight_with_a_module_to_save_is_trained_with_it() -> None:
-    lora = {"rank": 2, "targets": ["x"], "modules_to_save": ["head"]}
-    fine_tune(model := tied(), ModelConfig.model_validate({"name": "auto", "lora": lora}))
+    fine_tune(model := tied(), lora_of(targets=["x"], modules_to_save=["head"]))
     learned = {name for name, one in model.named_parameters() if one.requires_grad}
     assert {"embedding.weight", "head.bias"} < learned
 
@@ -308,8 +295,7 @@ def test_what_shares_a_weight_with_a_module_to_save_is_trained_with_it() -> None
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_dropout_acts_on_what_the_update_is_computed_of(rate: float) -> None:
     model, x = nn.ModuleDict({"x": nn.Linear(4, 3)}), torch.randn(50, 4)
-    lora = {"rank": 2, "alpha": 6, "targets": ["x"], "dropout": rate}
-    fine_tune(model, ModelConfig.model_validate({"name": "auto", "lora": lora}))
+    fine_tune(model, lora_of(alpha=6, targets=["x"], dropout=rate))
     learned(model)
     layer: Any = model["x"].train()
     torch.manual_seed(3)
@@ -329,9 +315,7 @@ def test_only_what_autocast_rounds_anyway_is_held_in_bfloat16() -> None:
     model = nn.ModuleDict({**embeddings, "norm": nn.LayerNorm(4), "blocks": blocks})
     model.update({"shared": Tenfold(4, 4), "head": nn.Linear(4, 4)})
     model["shared"].weight = model["head"].weight
-    lora = {"rank": 2, "targets": ["all-linear"]}
-    values = {"name": "auto", "lora": lora, "frozen_dtype": "bf16"}
-    line = fine_tune(model, ModelConfig.model_validate(values))
+    line = fine_tune(model, lora_of(targets=["all-linear"]).model_copy(update={"frozen_dtype": "bf16"}))
     low = [name for name, one in model.named_parameters() if one.dtype == torch.bfloat16]
     assert low == ["embedding.weight", "blocks.0.0.weight"]
     assert named(line, "2 bfloat16")
@@ -356,8 +340,7 @@ def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(tmp_path
     recipe = gpt_recipe(optim={"lr": 0.02})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = attempt(whole, recipe)
-    assert done.code == 0, done.said
-    assert named(done.said, "LoRA 2 8")
+    assert done.code == 0 and named(done.said, "LoRA 2 8"), done.said
     assert attempt(parts, recipe, stop_after=5).code == 75
     stopped = open_run(parts)  # of a checkpoint: merged as it is read
     assert stopped.weights.startswith("checkpoints/")
@@ -367,9 +350,7 @@ def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(tmp_path
         assert not [key for key in safetensors.torch.load_file(whole / name) if "lora" in key]
     final, last = open_run(whole, weights="model.safetensors"), open_run(whole, checkpoint="last")
     assert final.model.state_dict().keys() == last.model.state_dict().keys()
-    plain = safetensors.torch.load_file(whole / "ema.safetensors")
-    for name, tensor in last.model.state_dict().items():
-        assert torch.equal(tensor, plain[name]), name
+    assert_same_bits({**last.model.state_dict()}, safetensors.torch.load_file(whole / "ema.safetensors"))
     base = build_alone(recipe, make_task(recipe)).state.model.state_dict()
     ended = final.model.state_dict()
     moved = {name for name in ended if not torch.equal(ended[name], base[name])}
@@ -379,19 +360,12 @@ def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(tmp_path
 def two_steps(world: World) -> dict[str, torch.Tensor]:
     parallel = {"strategy": "fsdp" if world.size > 1 else "ddp"}
     run = build(gpt_recipe(parallel=parallel), make_task(gpt_recipe()), world, workers=0)
-    batches = run.loader(run.share.batches())
-    for step in range(2):
-        train_step(run, batches, step)
+    run_steps(run, 2)
     return {name: tensor.clone() for name, tensor in whole_model(run.state).items()}
 
 
 def test_sharded_lora_leaves_the_base_as_it_is(ranks: Ranks) -> None:
-    alone, shared = two_steps(World(0, 1, 0, torch.device("cpu"), None)), ranks.run(2, two_steps)[0]
-    assert [name for name in alone if not torch.allclose(alone[name], shared[name], atol=1e-5)] == []
-
-
-def kept_of(state: Mapping[str, torch.Tensor]) -> list[str]:
-    return [name for name in state if name.startswith(("stem.", "blocks.0.", "norm."))]
+    torch.testing.assert_close(ranks.run(2, two_steps)[0], two_steps(ALONE), rtol=1e-5, atol=1e-5)
 
 
 def frozen_steps(world: World, reduction: str) -> dict[str, torch.Tensor]:
@@ -406,7 +380,7 @@ def frozen_steps(world: World, reduction: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
 def test_several_ranks_freeze_alike(ranks: Ranks, reduction: str) -> None:
     (alone,), two = ranks.run(1, frozen_steps, reduction), ranks.run(2, frozen_steps, reduction)
+    assert_same_bits(*two)
     for name, tensor in alone.items():
-        assert torch.equal(two[0][name], two[1][name]), name
-        if reduction == "tree" or name in kept_of(alone):
+        if reduction == "tree" or name.startswith(KEPT):
             assert torch.equal(two[0][name], tensor), name

@@ -61,12 +61,7 @@ def with_gradients(loss: Any, hidden: torch.Tensor, weight: torch.Tensor, target
     ],
 )
 def test_loss_and_gradients_are_those_of_cross_entropy(
-    dtype: torch.dtype,
-    autocast: bool,
-    rounding: float,
-    places: int,
-    words: int,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: Any, autocast: bool, rounding: float, places: int, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_loss, "PIECE", 1000)
     given = drawn(dtype, places, words)
@@ -96,8 +91,7 @@ def test_a_piece_without_targets_or_a_frozen_side_is_no_other_case(monkeypatch: 
     loss, *gradients = with_gradients(head_loss.head_loss, hidden, weight, targets)
     assert loss == 0 and not any(gradient.any() for gradient in gradients)
     targets[0, 3] = 7
-    frozen = head_loss.head_loss(hidden.requires_grad_(), weight, targets)
-    frozen.backward()
+    head_loss.head_loss(hidden.requires_grad_(), weight, targets).backward()
     assert weight.grad is None and hidden.grad is not None and hidden.grad[0, 3].any()
     assert not hidden.grad[1].any()
 

@@ -1,7 +1,7 @@
 """Promise: of a model's files nothing is run, nothing leads elsewhere; what can't be trained is one line."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 
 from tests.helpers.hf_models import NEEDS, PLACES, WORDS, folder_of, made
 from tests.helpers.refusals import refused
-from tests.models.test_pretrained import NEW, OLD, Hub, ask_here
+from tests.helpers.steps import assert_same_bits
+from tests.models import test_pretrained
+from tests.models.test_pretrained import NEW, OLD, Hub
 from trainer.config.recipe import Recipe
 from trainer.models.hf import hf_model
 from trainer.models.hf_files import files_hash, find_model, hf_vocabulary, weight_files
@@ -19,6 +21,7 @@ from trainer.models.hub import FILE
 from trainer.models.weights import load_initial
 
 pytestmark = NEEDS
+hub = test_pretrained.hub
 
 
 def change(folder: Path, **keys: Any) -> None:
@@ -50,14 +53,12 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+ROPE = {"factor": 2.0, "rope_theta": 1e4}
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (lambda f: change(f, auto_map={"AutoModelForCausalLM": "own.Model"}), "auto_map"),
     "kind": (lambda f: change(f, model_type="mamba"), "mamba llama"),
     "bits": (lambda f: change(f, quantization_config={"bits": 4}), "quantization_config"),
-    "rope": (
-        lambda f: change(f, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-        "dynamic",
-    ),
+    "rope": (lambda f: change(f, rope_parameters={**ROPE, "rope_type": "dynamic"}), "dynamic"),
     "short": (lambda f: change(f, max_position_embeddings=9), "sequence_length=48 18"),
     "heads": (lambda f: change(f, num_attention_heads="four"), "config.json"),
     "outward": (link_outward, "model.safetensors"),
@@ -81,18 +82,12 @@ def test_what_is_no_model_to_train_is_one_line(fault: str, tmp_path: Path) -> No
         load_initial(hf_model(f"hf/{folder}", PLACES), folder, None)
 
 
-@pytest.fixture
-def server() -> Iterator[Hub]:
-    hub = Hub()
-    yield hub
-    hub.close()
-
-
 def takes_over(folder: Path, family: str) -> str:
     """Loads a folder's files into a model, which then is the library's; returns what is said of them."""
     model, theirs = hf_model(f"hf/{folder}", PLACES), made(family).state_dict()
     said = load_initial(model, folder, None)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    found = {**model.state_dict()}
+    assert_same_bits(found, {name: theirs[name] for name in found})
     return said
 
 
@@ -111,9 +106,8 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
 def test_what_older_versions_wrote_is_read(family: str, tmp_path: Path) -> None:
     """Of the body alone, without its prefix; with masks and angles that nobody reads; with the tied head."""
     folder = folder_of(family, tmp_path)
-    state = {
-        key.removeprefix("transformer.").removeprefix("model."): one for key, one in stored(folder).items()
-    }
+    prefix = "transformer." if family == "gpt2" else "model."
+    state = {key.removeprefix(prefix): one for key, one in stored(folder).items()}
     state["h.0.attn.bias" if family == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
     embedding = next(one for one in state.values() if one.shape[0] == WORDS)
     safetensors.torch.save_file({**state, "lm_head.weight": embedding.clone()}, folder / "model.safetensors")
@@ -152,24 +146,21 @@ def test_keys_that_do_not_go_with_it_are_refused(keys: dict[str, Any], line: str
         Recipe.model_validate({"task": "language", "epochs": 1, "model": {"name": "hf/x"}, **keys})
 
 
-def test_a_repository_is_fetched_once_and_its_commit_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Hub
-) -> None:
+def test_a_repository_is_fetched_once_and_its_commit_kept(tmp_path: Path, hub: Hub) -> None:
     folder = folder_of("llama", tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     to_shards(folder)
-    server.others = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != FILE}
-    server.files, server.commits = {("org/name", OLD): None, ("org/name", NEW): None}, {"main": OLD}
-    ask_here(monkeypatch, server, tmp_path)
+    hub.others = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != FILE}
+    hub.files = {("org/name", OLD): None, ("org/name", NEW): None}
     found = find_model("hf/org/name@main")
     assert (found.exact, found.revision) == (f"hf/org/name@{OLD}", OLD)
     assert {file.name for file in found.folder.iterdir()} == {file.name for file in folder.iterdir()}
     takes_over(found.folder, "llama")
-    server.commits["main"] = NEW
-    server.asked.clear()
+    hub.commits["main"] = NEW
+    hub.asked.clear()
     assert find_model(found.exact).folder == found.folder
-    assert not server.asked  # neither what is there nor what isn't
-    del server.others["config.json"]
+    assert not hub.asked  # neither what is there nor what isn't
+    del hub.others["config.json"]
     with refused("org/name config.json"):
         find_model("hf/org/name@main")
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.helpers.refusals import named, refused
 from tests.helpers.small_task import Small
-from tests.helpers.toys import SMALL, build_alone, make_recipe
+from tests.helpers.steps import ALONE, assert_same_bits
+from tests.helpers.toys import SMALL, build_alone, make_recipe, run_steps
 from trainer.config.model import MemoryConfig, ModelConfig
-from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.memory_room import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
@@ -22,7 +22,6 @@ from trainer.tasks.custom import CustomTask
 from trainer.train.components.memory import memory_to_come, too_much
 from trainer.train.components.operations import blank_batch
 from trainer.train.components.task import make_task
-from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 
@@ -30,22 +29,12 @@ pytestmark = pytest.mark.compat
 def train(**sections: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     recipe = make_recipe(**{**SMALL, **sections})
     run = build_alone(recipe, make_task(recipe))
-    batches = run.loader(run.share.batches())
-    losses = []
-    run.replica.train()
-    for step in range(run.plan.steps):
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss))
-    return losses, run.state.model.state_dict()
+    return run_steps(run), run.state.model.state_dict()
 
 
 def test_checkpointing_changes_no_bit_with_dropout_and_batchnorm() -> None:
     """Dropout draws the same in the recomputation, running statistics are counted once."""
-    plain_losses, plain = train()
-    losses, state = train(memory={"checkpointing": "blocks"})
-    assert losses == plain_losses
-    assert state.keys() == plain.keys()
-    assert all(torch.equal(state[name], plain[name]) for name in plain)
+    assert_same_bits(train(memory={"checkpointing": "blocks"}), train())
 
 
 @pytest.mark.parametrize(("name", "count"), [("resnet18", 8), ("convnext_tiny", 18)])
@@ -53,12 +42,8 @@ def test_blocks_are_the_repeated_parts(name: str, count: int) -> None:
     with torch.device("meta"):
         model = build_model(ModelConfig(name=name), 3, 10)
     found = blocks(model)
-    assert len(found) >= count
-    inside = {id(p) for block in found.values() for p in block.parameters()}
-    share = sum(p.numel() for p in model.parameters() if id(p) in inside) / sum(
-        p.numel() for p in model.parameters()
-    )
-    assert share > 0.75
+    inside = {p: p.numel() for block in found.values() for p in block.parameters()}
+    assert len(found) >= count and sum(inside.values()) > 0.75 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -108,7 +93,7 @@ def test_predicted_bytes_are_those_that_are_kept() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = blocks(model)
     cost = measure(model, found, lambda: model(image).square().sum())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_same_bits({**model.state_dict()}, before)
     assert cost.kept() == pytest.approx(kept_by(model, lambda: model(image).square().sum()), rel=0.02)
     some = list(found)[::2]
     for block in some:
@@ -120,16 +105,13 @@ def test_what_a_rank_will_want_is_known_before_it_does() -> None:
     recipe = make_recipe(data={"micro_batch_size": 16})
     task = make_task(recipe)
     model = task.model()
-    world = World(0, 1, 0, torch.device("cpu"), None)
-    needs = memory_to_come(recipe, task, model, world)
-    kept = KeptBytes(model.parameters())
+    needs, kept = memory_to_come(recipe, task, model, ALONE), KeptBytes(model.parameters())
     with kept.counting():
         task.loss(model, blank_batch(task, 16, torch.device("cpu")))
     assert kept.bytes_without() > 0
     assert needs["activations"] == pytest.approx(kept.bytes_without(), rel=0.05)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    moments = 1 if recipe.optim.name == "sgd" else 2
-    assert needs["gradients and optimizer state"] == (1 + moments) * weights
+    assert needs["gradients and optimizer state"] == 3 * weights, "AdamW has two moments"
 
 
 def test_too_little_memory_is_told_with_what_takes_it() -> None:
@@ -143,29 +125,26 @@ def test_too_little_memory_is_told_with_what_takes_it() -> None:
 
 def test_what_is_trained_keeps_what_the_log_says() -> None:
     """Not a model that was only measured: the one that the training step calls."""
-    recipe = make_recipe(
-        **{**SMALL, "memory": {"checkpointing": "blocks"}, "model": {"width": 8, "blocks": [2, 2]}}
-    )
+    model = {"width": 8, "blocks": [2, 2]}
+    recipe = make_recipe(**{**SMALL, "memory": {"checkpointing": "blocks"}, "model": model})
     task = make_task(recipe)
     run = build_alone(recipe, task)
     (note,) = run.notes
-    found = re.search(r"keeps ([\d.]+) MiB", note)
+    found = re.search(r"keeps ([\d.]+) MiB.* and backward ([\d.]+) more .* instead of ([\d.]+)", note)
     assert found is not None
+    keeps, again, instead = map(float, found.groups())
     batch = blank_batch(task, 16, torch.device("cpu"))
     kept = kept_by(run.state.model, lambda: run.replica(batch))
-    assert kept / (1 << 20) == pytest.approx(float(found[1]), abs=0.06)
-    again = re.search(r"and backward ([\d.]+) more .* instead of ([\d.]+)", note)
-    assert again is not None
-    assert 0 < float(again[1]) < float(again[2]) - float(found[1]) + 0.11
+    assert kept / (1 << 20) == pytest.approx(keeps, abs=0.06)
+    assert 0 < again < instead - keeps + 0.11
 
 
 class Odd(Small):
     """Changes an input in place; and reads the weights of a projection that it never calls."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(2, 2), nn.ReLU(inplace=True), nn.TransformerEncoderLayer(2, 1, 4), nn.Linear(2, 1)
-        )
+        encoder = nn.TransformerEncoderLayer(2, 1, 4)
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), encoder, nn.Linear(2, 1))
 
 
 @pytest.mark.parametrize("name", ["1", "2.self_attn.out_proj"])
@@ -175,22 +154,18 @@ def test_what_cannot_be_computed_again_is_refused(name: str) -> None:
         build_alone(recipe, CustomTask(Odd(), "odd"))
 
 
-class Sums(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def forward(self, before: list[torch.Tensor]) -> Any:
-        return self.inner(torch.stack(before).sum(0)).tanh()
+class Sums(nn.Linear):
+    def forward(self, before: Any) -> Any:
+        return super().forward(torch.stack(before).sum(0)).tanh()
 
 
 def test_a_block_is_computed_again_of_the_list_that_it_was_given() -> None:
     """To which densenet adds its output."""
-    block, gradients = Sums(), list[torch.Tensor]()
+    block, gradients = Sums(2, 2), list[torch.Tensor]()
     for _ in range(2):
         given = [torch.ones(3, 2)]
         given.append(block(given))
-        gradients += torch.autograd.grad(given[1].sum(), block.inner.weight)
+        gradients += torch.autograd.grad(given[1].sum(), block.weight)
         recompute(block)
     assert torch.equal(*gradients)
 

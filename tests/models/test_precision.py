@@ -1,5 +1,7 @@
 """Promise: AMP does what it should, also when it overflows, and no update is counted that wasn't made."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -43,35 +45,17 @@ def test_fp32_means_fp32_and_tf32_is_asked_for() -> None:
         check_precision(PrecisionConfig(mode="tf32"), torch.device("cpu"))
 
 
-class Widths(nn.Module):
-    """Keeps the dtype of what its layers compute in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2)
-        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.last = nn.Linear(2, 2)
-        self.seen: dict[str, torch.dtype] = {}
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(
-                    lambda _m, _i, out, name=name: self.seen.update({name: out.dtype})
-                )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.inner(self.first(x)))
-        return result
-
-
 def test_modules_that_were_named_compute_in_fp32() -> None:
-    model = Widths()
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parts = OrderedDict(first=nn.Linear(2, 2), inner=inner, last=nn.Linear(2, 2))
+    model, seen = nn.Sequential(parts), list[torch.dtype]()
+    for layer in (parts["first"], *inner, parts["last"]):
+        layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
     names = list(model.state_dict())
     keep_in_fp32(fp32_modules(model, ["inner", "l*st"]).values(), torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         output = model(torch.randn(3, 2))
-    assert model.seen == {
-        "first": torch.bfloat16, "inner.0": torch.float32, "inner.1": torch.float32, "last": torch.float32,
-    }  # fmt: skip
+    assert seen == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
     output.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert list(model.state_dict()) == names
@@ -95,13 +79,9 @@ class Breaking(nn.Module):
         self.one, self.two, self.three = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.one(x)
-        if self.where == "module":
-            x = x * 1e30
+        x = self.one(x) * (1e30 if self.where == "module" else 1)
         x = self.three(self.two(x))
-        if self.where == "backward":
-            x = x.half()
-        return x
+        return x.half() if self.where == "backward" else x
 
 
 @pytest.mark.parametrize(
@@ -127,10 +107,7 @@ def test_the_first_that_is_not_finite_is_named(
     watched.end_step(7)
     watched.name_first({"kind": "train", "step": 9, **{n: float(v) for n, v in watched.take().items()}})
     error = capsys.readouterr().err
-    if place is None:
-        assert not error
-    else:
-        assert named(error, f"7 {place}")
+    assert named(error, f"7 {place}") if place else not error
     assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
 
 

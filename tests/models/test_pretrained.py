@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import http.server
 import io
 import json
 import multiprocessing
@@ -12,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ import safetensors.torch
 import torch
 from huggingface_hub import constants
 from torch import nn
+from werkzeug.serving import make_server
+from werkzeug.wrappers import Request, Response
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.remote import Web
+from tests.helpers.remote import Quiet, Web
 from tests.helpers.waiting import SECONDS, until
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
@@ -56,47 +58,32 @@ class Hub:
         self.asked = Counter[str]()
         self.status = 0
         self.headers: dict[str, str] = {}
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                hub.answer(self)
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = make_server("127.0.0.1", 0, self._app, threaded=True, request_handler=Quiet)
+        self.url = f"http://127.0.0.1:{self._server.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        self.asked[f"{request.command} {request.path}"] += 1
-        repository, _, rest = request.path.strip("/").partition("/resolve/")
+    def _app(self, environ: Any, start: Any) -> Any:
+        request = Request(environ)
+        self.asked[f"{request.method} {request.path}"] += 1
+        status, headers, body = self.answer(request.path)
+        return Response(body, status, {**headers, **self.headers})(environ, start)
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Returns status, headers and body."""
+        repository, _, rest = path.strip("/").partition("/resolve/")
         revision, _, name = rest.partition("/")
         commit = self.commits.get(revision, revision)
         content = self.files.get((repository, commit)) if name == "model.safetensors" else None
         content = self.others.get(name, content)
-        headers, status = {"X-Repo-Commit": commit}, 200
         if self.status:
-            status, headers = self.status, {}
-        elif repository not in {known for known, _ in self.files}:
-            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
-        elif (repository, commit) not in self.files:
-            status, headers = 404, {"X-Error-Code": "RevisionNotFound"}
-        elif content is None:
-            status, headers = 404, {**headers, "X-Error-Code": "EntryNotFound"}
-        else:
-            headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
-        body = content if status == 200 and content is not None else b""
-        request.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body)), **self.headers}.items():
-            request.send_header(key, value)
-        request.end_headers()
-        if request.command == "GET":
-            request.wfile.write(body)
+            return self.status, {}, b""
+        if repository not in {known for known, _ in self.files}:
+            return 404, {"X-Error-Code": "RepoNotFound"}, b""
+        if (repository, commit) not in self.files:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        if content is None:
+            return 404, {"X-Repo-Commit": commit, "X-Error-Code": "EntryNotFound"}, b""
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}, content
 
     def close(self) -> None:
         self._server.shutdown()
@@ -132,9 +119,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.close()
 
 
-def manifest(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return found
+def manifest(folder: Path) -> Any:
+    return json.loads((folder / "manifest.json").read_text())
 
 
 def test_a_branch_is_fetched_once_and_its_commit_is_kept(tmp_path: Path, hub: Hub) -> None:
@@ -143,7 +129,7 @@ def test_a_branch_is_fetched_once_and_its_commit_is_kept(tmp_path: Path, hub: Hu
     got = [name for name in hub.asked.elements() if name.startswith("GET")]
     assert got == ["GET /org/name/resolve/main/model.safetensors"]
     facts = manifest(tmp_path / "run")
-    sha256 = hashlib.sha256(hub.files["org/name", OLD] or b"").hexdigest()
+    sha256 = hashlib.sha256((tmp_path / "start.safetensors").read_bytes()).hexdigest()
     assert facts["pretrained"] == {"source": SOURCE, "revision": OLD, "sha256": sha256}
     assert facts["fingerprint"]["initial weights"] == sha256
     assert facts["config"]["model"]["pretrained"] == f"hub:org/name@{OLD}"
@@ -233,9 +219,6 @@ def test_a_hub_that_cannot_be_connected_to_is_asked_once(
     assert asked == [("HEAD", constants.ENDPOINT)]
 
 
-# --- a run that goes on ---
-
-
 def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Path, hub: Hub) -> None:
     assert attempt(tmp_path / "whole", recipe_of()).code == 0
     for name in ("run", "lost"):
@@ -245,9 +228,8 @@ def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Pa
     shutil.rmtree(tmp_path / "cache")
     done = attempt(tmp_path / "run", recipe_of())
     assert done.code == 0, done.said
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole"))
-    assert one == two
-    assert hub.asked.total() == asked
+    whole, run = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
+    assert run == whole and hub.asked.total() == asked
     facts = manifest(tmp_path / "run")
     assert facts["pretrained"] == manifest(tmp_path / "whole")["pretrained"]
     assert facts["attempts"][1]["changed"] == []
@@ -278,9 +260,6 @@ def test_another_file_in_its_place_is_named(tmp_path: Path) -> None:
     refusal(done.code, f"{done.line}\n", before, now)
 
 
-# --- torchvision ---
-
-
 def pickled(content: Any) -> tuple[bytes, str]:
     """A file as torchvision publishes it, and its name."""
     file = io.BytesIO()
@@ -288,22 +267,23 @@ def pickled(content: Any) -> tuple[bytes, str]:
     return file.getvalue(), f"tiny-{hashlib.sha256(file.getvalue()).hexdigest()[:8]}.pth"
 
 
-@pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes, str], Web]]:
-    """torchvision's weights are the file that this is given, at the server that it starts."""
-    webs = list[Web]()
-
-    def start(content: bytes, name: str) -> Web:
-        webs.append(Web({f"models/{name}": content}))
-        monkeypatch.setattr(pretrained, "_torchvision_url", lambda _: (f"{webs[0].url}/models/{name}", []))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        return webs[0]
-
-    yield start
-    webs[0].close()
-
-
 Serve = Callable[[bytes, str], Web]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """torchvision's weights are the file that this is given, at the server that it starts."""
+    with ExitStack() as stack:
+
+        def start(content: bytes, name: str) -> Web:
+            web = stack.enter_context(closing(Web({f"models/{name}": content})))
+            monkeypatch.setattr(pretrained, "_torchvision_url", lambda _: (f"{web.url}/models/{name}", []))
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            return web
+
+        yield start
+
+
 TINY = ModelConfig(pretrained="torchvision:Tiny_Weights.V1")
 
 

@@ -10,36 +10,30 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.helpers.refusals import refused
+from tests.helpers.small_task import Small
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.task import check_request
 from trainer.train.step import train_step
 
 
-class Task:
+class Task(Small):
     """Points with a field more, `z`."""
 
-    def __init__(self, z: Any, items: bool = False, num_items: Any = None) -> None:
-        self.z, self.items, self.num_items = z, items, num_items
-        self.seen: list[torch.Tensor] = []
+    def __init__(self, z: Any, items: bool = False) -> None:
+        self.z, self.items, self.seen = z, items, list[torch.Tensor]()
 
     def data(self) -> Any:
         x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
-        fields: dict[str, Any] = {"x": x, "y": np.arange(12) % 2, "z": self.z}
-        if self.num_items is not None:
-            fields["num_items"] = self.num_items
-        return (Items(fields), Items(fields)) if self.items else (fields, fields)
+        fields: Any = {"x": x, "y": np.arange(12) % 2, "z": self.z}
+        return (part := Items(fields) if self.items else fields), part
 
     def model(self) -> nn.Module:
         return nn.Linear(4, 2)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        self.seen.append(batch.fields["z"].clone())
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        each = self.loss(model, batch)
-        return {"loss": each if self.num_items is None else each.mean()}
+        self.seen.append(batch["z"].clone())
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
 class Items(torch.utils.data.Dataset[Any]):
@@ -58,8 +52,7 @@ class Items(torch.utils.data.Dataset[Any]):
 def trained(own: Task, resident: bool | str = "auto") -> torch.Tensor:
     """What a step's micro-batches held of `z`, sorted."""
     data = {"global_batch_size": 12, "micro_batch_size": 6, "resident": resident, "workers": 0}
-    recipe = make_recipe(data=data)
-    with contextlib.closing(build_alone(recipe, CustomTask(own, "own"))) as run:
+    with contextlib.closing(build_alone(make_recipe(data=data), CustomTask(own, "own"))) as run:
         own.seen.clear()
         train_step(run, run.loader(run.share.batches(0)[:2]), 0)
         return torch.cat(own.seen).sort(0).values
@@ -74,8 +67,7 @@ def test_a_kind_of_number_reaches_the_loss(kind: str, how: str) -> None:
     values = np.arange(24).reshape(12, 2).astype(kind)
     seen = trained(Task(values, items=how == "items"), resident=how == "resident")
     wanted = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
-    assert seen.dtype == wanted.dtype
-    assert torch.equal(seen.long(), wanted.long().sort(0).values)
+    assert seen.dtype == wanted.dtype and torch.equal(seen.long(), wanted.long().sort(0).values)
 
 
 def test_the_bits_of_large_unsigned_numbers_stay() -> None:
@@ -94,25 +86,25 @@ def test_strides_and_views_are_no_matter() -> None:
     assert torch.equal(trained(Task(np.ma.masked_array(base[:12]))), torch.from_numpy(base[:12]))
 
 
-REFUSED: list[tuple[Any, str]] = [
-    (np.arange(12).astype(np.longdouble), "z float128"),
-    (np.ma.masked_greater(np.arange(12.0), 5), "z"),
-    (np.array([None] * 12), "z"),
-    (np.zeros(12, [("a", "f4")]), "'z'"),
-]
+REFUSED: dict[str, tuple[Any, str]] = {
+    "long double": (np.arange(12).astype(np.longdouble), "z float128"),
+    "masked": (np.ma.masked_greater(np.arange(12.0), 5), "z"),
+    "objects": (np.array([None] * 12), "z"),
+    "records": (np.zeros(12, [("a", "f4")]), "'z'"),
+    "bfloat16": (torch.zeros(12, dtype=torch.bfloat16), "z"),
+    "a graph": (torch.zeros(12, requires_grad=True), "z"),
+}
 
 
-@pytest.mark.parametrize(("value", "message"), REFUSED)
-@pytest.mark.parametrize("items", [False, True])
-def test_what_torch_has_no_type_for_is_named(value: Any, message: str, items: bool) -> None:
-    with refused(message):
-        CustomTask(Task(value, items), "own")
+ARRAYS = [*REFUSED][:4]  # of a data set torch reads tensors
 
 
-def test_a_tensor_that_numpy_can_not_read_is_named() -> None:
-    for value in (torch.zeros(12, dtype=torch.bfloat16), torch.zeros(12, requires_grad=True)):
-        with refused("z"):
-            CustomTask(Task(value), "own")
+@pytest.mark.parametrize(
+    ("kind", "items"), [*((kind, False) for kind in REFUSED), *((kind, True) for kind in ARRAYS)]
+)
+def test_what_numpy_or_torch_has_no_type_for_is_named(kind: str, items: bool) -> None:
+    with refused(REFUSED[kind][1]):
+        CustomTask(Task(REFUSED[kind][0], items), "own")
 
 
 @pytest.mark.parametrize(

@@ -10,28 +10,24 @@ from torchvision.transforms import v2
 from trainer.tasks.augment import Normalization, by_policy, crop, jitter, make_policy
 
 
-def images(count: int = 6, channels: int = 3) -> torch.Tensor:
+def images(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (count, channels, 16, 16), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def numbers(count: int = 6) -> torch.Tensor:
-    return torch.rand(count, 3, generator=torch.Generator().manual_seed(1))
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(1))
 
 
 def test_jitter_is_torchvisions() -> None:
-    byte, random = images(), numbers()
+    byte, random = images(6, 3, 16, 16), numbers(6, 3)
     before = byte.clone()
     found = jitter(byte, random, 0.4)
     assert torch.equal(byte, before)
     for row, (image, factors) in enumerate(zip(byte, 1 + 0.4 * (2 * random - 1), strict=True)):
         expected = image.float() / 255
-        for change, factor in zip(
-            (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2.functional.adjust_saturation),
-            factors.tolist(),
-            strict=True,
-        ):
-            expected = change(expected, factor)
+        for name, factor in zip(("brightness", "contrast", "saturation"), factors.tolist(), strict=True):
+            expected = getattr(v2.functional, f"adjust_{name}")(expected, factor)
         assert (found[row].float() - expected * 255).abs().max() <= 1
 
 
@@ -46,9 +42,7 @@ def test_jitter_is_torchvisions() -> None:
 def test_a_policy_of_each_image_is_torchvisions_to_the_bit(
     name: str, magnitude: int, torchvisions: Any, shape: tuple[int, ...]
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    byte = torch.randint(0, 256, (60, *shape), dtype=torch.uint8, generator=generator)
-    policy = make_policy(name, magnitude)
+    byte, policy = images(60, *shape), make_policy(name, magnitude)
     assert policy is not None
     torch.manual_seed(3)
     found = by_policy(byte, policy, 1)
@@ -63,9 +57,7 @@ def test_flip_and_normalization_in_one_go_have_the_bits_of_one_after_the_other(
     shape: tuple[int, ...], threads: int
 ) -> None:
     """In blocks and in memory that was written before, for any layout."""
-    generator = torch.Generator().manual_seed(0)
-    byte = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    random = torch.rand(shape[0], 1, generator=generator)
+    byte, random = images(*shape), numbers(shape[0], 1)
     mean, std = torch.tensor([0.4, 0.5, 0.6])[: shape[3]], torch.tensor([0.2, 0.3, 0.4])[: shape[3]]
     normalize = Normalization(mean.tolist(), std.tolist())
     planes = torch.where(random.view(-1, 1, 1, 1) < 0.5, byte.flip(2), byte).permute(0, 3, 1, 2)
@@ -77,15 +69,13 @@ def test_flip_and_normalization_in_one_go_have_the_bits_of_one_after_the_other(
             floats = planes.contiguous(memory_format=layout).float()
             expected = torch.addcmul(shift, floats, scale, out=floats)
             found = normalize(byte, layout == torch.channels_last, random)
-            assert torch.equal(found, expected)
-            assert found.stride() == expected.stride()
+            assert torch.equal(found, expected) and found.stride() == expected.stride()
     finally:
         torch.set_num_threads(before)
 
 
 def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> None:
-    generator = torch.Generator().manual_seed(0)
-    first, second = torch.randint(0, 256, (2, 2, 128, 128, 3), dtype=torch.uint8, generator=generator)
+    first, second = images(2, 2, 128, 128, 3)
     normalize = Normalization((0.5,) * 3, (0.3,) * 3)
     place = normalize(first, True).data_ptr()
     assert normalize(second, True).data_ptr() == place
@@ -121,8 +111,7 @@ def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> Non
 
 def test_a_crop_is_the_image_shifted_by_up_to_an_eighth() -> None:
     """As a cut of the image padded by its mirrored border, at a place of its own for each."""
-    byte = images().permute(0, 2, 3, 1).contiguous()
-    random = numbers()[:, :2].clone()
+    byte, random = images(6, 16, 16, 3), numbers(6, 2)
     random[0] = 0.5
     found = crop(byte, random)
     padded = v2.functional.pad(byte.permute(0, 3, 1, 2), [2], padding_mode="reflect")

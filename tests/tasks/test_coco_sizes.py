@@ -10,6 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from trainer.data.formats.boxes import AREA, BOXES, COUNT, CROWD, LABEL, PIXEL, BoxedImages
 from trainer.data.formats.coco import CocoPictures
@@ -45,9 +47,6 @@ def a_set(root: Path, outlines: bool) -> Path:
 
 @pytest.mark.parametrize(("size", "outlines"), [(64, True), (320, False)])
 def test_the_twelve_are_those_of_pycocotools_on_the_files(tmp_path: Path, size: int, outlines: bool) -> None:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
     file = a_set(tmp_path, outlines)
     data = BoxedImages(CocoPictures(tmp_path, "val", "fail"), size, 10, None)
     fields: Any = {name: np.zeros((len(data), *f.shape), f.dtype) for name, f in data.fields.items()}

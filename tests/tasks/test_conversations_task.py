@@ -1,6 +1,7 @@
 """Promise: a step on conversations is what a plain loop over each alone gives, over the tokens that count."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch.nn import functional as F
 
 from tests.helpers.chat_folders import TEMPLATES, chat_folder
 from tests.helpers.refusals import named, refused
-from tests.helpers.small_gpt import SMALL
-from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.small_gpt import SGD, SMALL, first_step
+from tests.helpers.toys import build_alone, make_recipe, run_steps
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import LENGTH, NUM_ITEMS
@@ -23,9 +24,7 @@ from trainer.models import head_loss
 from trainer.tasks.language import Language
 from trainer.train.components.task import left_out_of, make_task
 from trainer.train.evaluate import evaluate_run
-from trainer.train.step import train_step
 
-SGD = {"name": "sgd", "momentum": 0, "lr": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0}
 ROWS = 13
 
 
@@ -60,15 +59,21 @@ def recipe_of(folder: Path, **language: Any) -> Recipe:
     return make_recipe(task="language", language={**size, **language}, data=data, optim=SGD)
 
 
-def by_hand(model: torch.nn.Module, rows: list[Any], folder: Path, learn: str) -> tuple[float, Any]:
-    """Each conversation on its own, summed, over the number of tokens that count."""
-    chat, total, number = open_tokenizer(folder / "chat"), torch.zeros((), dtype=torch.float64), 0
+def told(rows: list[Any], folder: Path, learn: str = "") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens of each conversation, and the targets, of which some count."""
+    chat = open_tokenizer(folder / "chat")
     for row in rows:
         numbers = [n for n, one in enumerate(row["messages"]) if one["role"] == "assistant"]
         text, spans = turns(chat, row["messages"], numbers[-1:] if learn == "last" else numbers)
         found = counted(chat, text, next(chat.encode([text])), spans if learn != "all" else [(0, len(text))])
         ids = torch.from_numpy(found.ids)
-        targets = ids.where(torch.from_numpy(found.counts), torch.tensor(NO_TARGET))[1:]
+        yield ids, ids.where(torch.from_numpy(found.counts), torch.tensor(NO_TARGET))[1:]
+
+
+def by_hand(model: torch.nn.Module, rows: list[Any], folder: Path, learn: str) -> tuple[float, Any]:
+    """Each conversation on its own, summed, over the number of tokens that count."""
+    total, number = torch.zeros((), dtype=torch.float64), 0
+    for ids, targets in told(rows, folder, learn):
         number += int((targets != NO_TARGET).sum())
         total = total + F.cross_entropy(model(ids[None, :-1])[0], targets, reduction="sum")
     (total / number).backward()
@@ -84,13 +89,10 @@ def test_a_step_is_that_of_a_plain_loop(text: str, learn: str, rows: list[Any], 
     recipe = recipe_of(tmp_path, text=text, learn=learn)
     task = InFloat64(recipe.data, recipe.model, recipe.language, recipe.seed)
     assert len(task.train_data) <= 16
-    loss, wanted = by_hand(build_alone(recipe, task).state.model, rows, tmp_path, learn)
-    run = build_alone(recipe, task)
-    before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
-    train_step(run, run.loader(run.share.batches()), 0)
-    assert float(run.state.loss) == pytest.approx(loss, rel=1e-12)
-    for name, after in run.state.model.named_parameters():
-        assert torch.allclose(before[name] - after.detach(), wanted[name], rtol=1e-8, atol=1e-12), name
+    wanted_loss, wanted = by_hand(build_alone(recipe, task).state.model, rows, tmp_path, learn)
+    loss, found = first_step(build_alone(recipe, task))
+    assert loss == pytest.approx(wanted_loss, rel=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize(("text", "piece"), [("packed", None), ("padded", 700)])
@@ -102,20 +104,12 @@ def test_the_share_of_tokens_that_are_found(
         monkeypatch.setattr(head_loss, "PIECE", piece)
     recipe = recipe_of(tmp_path, text=text).model_copy(update={"epochs": 5})
     task = InFloat64(recipe.data, recipe.model, recipe.language, recipe.seed)
-    run, chat = build_alone(recipe, task), open_tokenizer(tmp_path / "chat")
-    model: Any = run.state.model
-    batches = run.loader(run.share.batches())
-    for step in range(run.steps):
-        train_step(run, batches, step)
+    run_steps(run := build_alone(recipe, task))
     found = total = 0
-    for row in rows[:3]:  # of val.jsonl
-        numbers = [n for n, one in enumerate(row["messages"]) if one["role"] == "assistant"]
-        rendered, spans = turns(chat, row["messages"], numbers)
-        one = counted(chat, rendered, next(chat.encode([rendered])), spans)
-        tokens, counts = torch.from_numpy(one.ids), torch.from_numpy(one.counts)[1:]
-        likeliest = model.eval()(tokens[None, :-1])[0].argmax(1)
-        found += int(((likeliest == tokens[1:]) & counts).sum())
-        total += int(counts.sum())
+    for tokens, targets in told(rows[:3], tmp_path):  # of val.jsonl
+        likeliest = run.state.model.eval()(tokens[None, :-1])[0].argmax(1)
+        found += int((likeliest == targets).sum())
+        total += int((targets != NO_TARGET).sum())
     metrics, _ = evaluate_run(run)
     assert metrics["token_accuracy"] == found / total and 0 < found < total
 
@@ -187,25 +181,17 @@ def test_a_token_of_the_template_that_cannot_be_learned_is_told(trained: bool, t
 def test_a_sample_and_a_micro_batch_without_a_token_that_counts_weigh_nothing(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, text="padded")
     task = InFloat64(recipe.data, recipe.model, recipe.language, recipe.seed)
-
-    def step() -> dict[str, torch.Tensor]:
-        run = build_alone(recipe, task)
-        train_step(run, run.loader(run.share.batches()), 0)
-        assert torch.isfinite(run.state.loss)
-        return {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
-
     arrays: Any = task.train_data.arrays
     for silent in (1, 5):  # 5 fill a micro-batch of 2, wherever the order puts them
         arrays[TARGETS][:silent] = NO_TARGET
         arrays[NUM_ITEMS][:silent] = 0
         model = build_alone(recipe, task).state.model
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
         count, total = int(arrays[NUM_ITEMS].sum()), torch.zeros((), dtype=torch.float64)
         for tokens, targets, length in zip(arrays["tokens"], arrays[TARGETS], arrays[LENGTH], strict=True):
             given, said = (torch.from_numpy(one[:length].astype(np.int64)) for one in (tokens, targets))
             total = total + F.cross_entropy(model(given[None])[0], said, reduction="sum")
         (total / count).backward()
-        found = step()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            assert torch.allclose(before[name] - found[name], parameter.grad, rtol=1e-8, atol=1e-12), name
+        loss, found = first_step(build_alone(recipe, task))
+        wanted = {name: p.grad for name, p in model.named_parameters()}
+        assert loss == pytest.approx(float(total.detach()) / count, rel=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)

@@ -21,23 +21,16 @@ from trainer.train.start.from_python import Fitted
 pytestmark = pytest.mark.usefixtures("here")
 
 SIZES = {"data.global_batch_size": 4, "data.micro_batch_size": 2, "data.eval_batch_size": 2}
-SETTINGS: dict[str, Any] = {
-    **SIZES,
-    **{"data.workers": 0, "epochs": 4, "log.to": ["jsonl"], "parallel.threads": 1},
-}
+SETTINGS = {**SIZES, "data.workers": 0, "epochs": 4, "log.to": ["jsonl"], "parallel.threads": 1}
 CLASSES = 300
 
 
 class Classes(Small):
     """Many classes, of which an untrained model gets none right, and two numbers."""
 
-    samples = 12
-
     def data(self) -> Any:
-        random = np.random.default_rng(0)
-        x = random.normal(size=(self.samples, 2)).astype(np.float32)
-        part = {"x": x, "y": x[:, :1] + 3, "label": np.full(self.samples, CLASSES - 1), "few": x[:, 0] > 0}
-        return part, part
+        x = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
+        return (part := {"x": x, "label": np.full(12, CLASSES - 1)}), part
 
     def model(self) -> nn.Module:
         model = nn.Linear(2, CLASSES)
@@ -71,9 +64,8 @@ def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
 
 def test_other_names_are_free() -> None:
     check(lambda o, _f: dict.fromkeys(("a b", "ünï/x", "loss/a", "lr", "steps", "0", "weight"), o[:, 0]))
-    check(
-        lambda o, _f: {"step": o, "a\nb": o}, summarize=lambda *_: {"loss": 1.0}
-    )  # of rows, which aren't told
+    rows = {"measure": lambda o, _f: {"step": o, "a\nb": o}}  # which aren't told
+    check(**rows, summarize=lambda *_: {"loss": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -107,16 +99,14 @@ def test_fields_may_have_our_names(resident: bool, last: str) -> None:
     names = ("weight", "uniform", "a b", "", "num_item", "samples")
 
     def data(_: Any) -> Any:
-        x, y = Small().data()[0].values()
-        more = {name: np.full((10, 3), 5, np.int64) for name in names}
-        return {"x": x, "y": y, **more}, {"x": x, "y": y, **more}
+        part = {**Small().data()[0], **{name: np.full((10, 3), 5, np.int64) for name in names}}
+        return part, part
 
-    def loss(_: Any, model: nn.Module, batch: Any) -> Any:
-        each = F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-        return each * sum(batch.fields[name][:, :1] for name in names)
+    def loss(own: Any, model: nn.Module, batch: Any) -> Any:
+        return Small.loss(own, model, batch) * sum(batch[name][:, :1] for name in names)
 
     def measure(_: Any, __: nn.Module, batch: Any) -> Any:
-        return {"loss": batch.fields["x"].sum(1), **{f"of_{n}": batch.fields[n].sum(1) for n in names}}
+        return {"loss": batch["x"].sum(1), **{f"of_{name}": batch[name].sum(1) for name in names}}
 
     settings = {"data.resident": resident, "data.last_batch": last}
     methods: dict[str, Any] = {"data": data, "loss": loss, "measure": measure}

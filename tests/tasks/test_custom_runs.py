@@ -5,7 +5,7 @@ import pickle
 import random
 import re
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import trainer
 from tests.helpers import forked, preloaded
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.small_task import Small
+from tests.helpers.steps import assert_same_bits
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
@@ -61,8 +62,7 @@ def test_fit_in_this_process() -> None:
     assert run.metrics["accuracy"] > 0.7
     assert run.folder.parent.name == "runs"
     assert [row["step"] for row in run.rows()] == sorted(row["step"] for row in run.rows())
-    points = torch.from_numpy(Spirals().data()[1]["point"])
-    labels = torch.from_numpy(Spirals().data()[1]["label"])
+    points, labels = (torch.from_numpy(Spirals().data()[1][name]) for name in ("point", "label"))
     right = (run.model()(points).argmax(1) == labels).float().mean()
     assert float(right) == pytest.approx(run.metrics["accuracy"])
 
@@ -84,8 +84,7 @@ def test_a_step_without_any_unit_trains_nothing_and_is_no_divergence() -> None:
     sizes = {"data.global_batch_size": 8, "data.micro_batch_size": 4, "log.every": 1, "parallel.threads": 1}
     run = trainer.fit(Sparse, {"epochs": 6, **sizes, "anomaly.spike": "stop", "anomaly.spike_history": 10})
     losses = [row["loss"] for row in run.rows("train")]
-    assert len(losses) == 48
-    assert losses.count(0.0) > 24, "steps without any unit"
+    assert len(losses) == 48 and losses.count(0.0) > 24, "steps without any unit"
     assert max(losses) > 0
 
 
@@ -119,20 +118,16 @@ def keyed() -> None:
     half = trainer.fit(Masking, {**settings, "checkpoint.every": 3}, out="half")
     assert (pickle.dumps(np.random.get_state()), random.getstate()) == before
     assert [row["loss"] for row in half.rows()] == [row["loss"] for row in whole.rows()]
-    for one, other in zip(half.model().parameters(), whole.model().parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits({**half.model().state_dict()}, {**whole.model().state_dict()})
 
 
 @pytest.mark.usefixtures("here")
 def test_beside_another_thread_it_is_refused() -> None:
     """That may draw from the same generators, which nobody seeds under it."""
-    end = threading.Event()
-    threading.Thread(target=end.wait).start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int)  # a thread that waits for more
         with refused("Masking", "numpy"):
             trainer.fit(Masking, {"epochs": 2})
-    finally:
-        end.set()
 
 
 def test_the_walk_through(here: Path) -> None:
@@ -146,32 +141,28 @@ def test_the_walk_through(here: Path) -> None:
 
 COUNTED = """
 import itertools
-
-{task}
+from tests.helpers.small_task import Small
 _numbers = itertools.count()
-
-
-class Counted({base}):
+class Counted(Small):
     def __init__(self):
         self.number = next(_numbers)
-
     def loss(self, model, batch):
         with open(__file__ + ".numbers", "a") as file:
             print(self.number, file=file)
         return super().loss(model, batch)
-
-
-del {base}
 """
 
 
 def test_a_trial_leaves_nothing_in_the_task_that_is_trained(here: Path) -> None:
-    main(["new", "mine.py"])
-    task = (here / "mine.py").read_text()
-    base = re.findall(r"^class (\w+)", task, re.MULTILINE)[-1]
-    (here / "counted.py").write_text(COUNTED.format(task=task, base=base))
-    words = ["train", "counted.py", "max_steps=2", "parallel.threads=1", "data.workers=0", "--out", "run"]
-    done = preloaded.run([sys.executable, "-m", "trainer", *words])
-    assert done.returncode == 0, done.stderr
+    (here / "counted.py").write_text(COUNTED)
+    data = {"workers": 0, "global_batch_size": 4, "micro_batch_size": 4}
+    sections = {
+        "epochs": 1,
+        "max_steps": 2,
+        "data": data,
+        "log": {"to": ["jsonl"]},
+        "parallel": {"threads": 1},
+    }
+    assert forked.attempt(here / "run", recipe_of(here / "counted.py", **sections)).code == 0
     tried, *_, trained = (here / "counted.py.numbers").read_text().split()
     assert (tried, trained) == ("0", "1")

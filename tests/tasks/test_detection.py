@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
 from tests.helpers import preloaded
 from tests.helpers.refusals import refused
@@ -41,15 +42,10 @@ def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(**sections: Any) -> Recipe:
-    data = {"image_size": 96, "global_batch_size": 16, "micro_batch_size": 8, "eval_batch_size": 3}
-    values = {
-        "task": "detection",
-        "model": {"width": 8, "norm": "group"},
-        "detection": {"max_boxes": 8, **sections.pop("detection", {})},
-        "data": {**data, **sections.pop("data", {})},
-        **sections,
-    }
-    return make_recipe(**values)
+    sizes = {"image_size": 96, "global_batch_size": 16, "micro_batch_size": 8, "eval_batch_size": 3}
+    data, boxes = {**sizes, **sections.pop("data", {})}, {"max_boxes": 8, **sections.pop("detection", {})}
+    values = {"task": "detection", "model": {"width": 8, "norm": "group"}, **sections}
+    return make_recipe(**values, data=data, detection=boxes)
 
 
 def task_of(chosen: Recipe) -> Detection:
@@ -65,9 +61,6 @@ def batch_of(task: Detection, samples: range, weight: torch.Tensor | None = None
     random = np.full((len(samples), max(1, task.train_data.uniforms)), 0.3, np.float32)
     task.train_data.read(np.array(samples), random, out)
     return Batch({name: torch.from_numpy(array) for name, array in out.items()}, weight, None, len(samples))
-
-
-# The loss.
 
 
 @pytest.mark.compat
@@ -98,15 +91,12 @@ def test_the_tasks_loss_is_a_sum_that_padding_does_not_enter() -> None:
     whole = task.loss(model, batch_of(task, range(8))).item()
     parts = [task.loss(model, batch_of(task, range(first, first + 2))).item() for first in range(0, 8, 2)]
     assert whole == pytest.approx(sum(parts), rel=1e-5)
-    weight = torch.tensor([1.0] * 4 + [0.0] * 4)
-    padded = batch_of(task, range(8), weight)
+    padded = batch_of(task, range(8), torch.tensor([1.0] * 4 + [0.0] * 4))
     padded.fields[BOXES][4:] = torch.nan
     assert task.loss(model, padded).item() == pytest.approx(sum(parts[:2]), rel=1e-5)
 
 
 def test_focal_loss_and_overlap_are_torchvisions() -> None:
-    from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
-
     torch.manual_seed(1)
     cells = cell_centers(4, 4, 8, torch.zeros(()))
     logits, boxes = torch.randn(1, 16, 3), torch.rand(1, 16, 4) * 10 + torch.tensor([0.0, 0, 12, 12])
@@ -115,13 +105,12 @@ def test_focal_loss_and_overlap_are_torchvisions() -> None:
     assert positive[0].nonzero()[:, 0].tolist() == [5], "the cell at 12, 12 alone"
     wanted = torch.zeros(1, 16, 3)
     wanted[0, 5, 2] = 1
-    expected = sigmoid_focal_loss(logits, wanted, reduction="sum") + generalized_box_iou_loss(
-        boxes[0, 5:6], true[0], reduction="sum"
+    expected = sigmoid_focal_loss(logits, wanted, reduction="sum")
+    expected += generalized_box_iou_loss(boxes[0, 5:6], true[0], reduction="sum")
+    torch.testing.assert_close(
+        tiny_losses(logits, boxes, cells, 8, true, label, torch.tensor([1]))[0], expected
     )
-    given_ = tiny_losses(logits, boxes, cells, 8, true, label, torch.tensor([1]))
-    torch.testing.assert_close(given_[0], expected)
-    assert generalized_iou(torch.zeros(4), torch.zeros(4)).isfinite()
-    assert target.shape == (1, 16)
+    assert generalized_iou(torch.zeros(4), torch.zeros(4)).isfinite() and target.shape == (1, 16)
 
 
 def test_a_cell_near_two_boxes_is_for_the_smaller() -> None:
@@ -136,9 +125,6 @@ def test_a_cell_near_two_boxes_is_for_the_smaller() -> None:
     assert not assign(cells, 8, boxes, torch.tensor([0]))[1].any()
 
 
-# What is found.
-
-
 def test_what_cells_say_becomes_boxes() -> None:
     class Says(TinyDetector):
         def forward(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,15 +135,13 @@ def test_what_cells_say_becomes_boxes() -> None:
             logits[1, 3, 0], boxes[1, 3] = 0.0, torch.tensor([-5.0, 3, 50, 9])
             return logits, boxes
 
-    first, second = detections(Says(ModelConfig(width=8), 1, 3), torch.zeros(2, 1, 32, 32), most=5, least=0.1)
+    model, images = Says(ModelConfig(width=8), 1, 3), torch.zeros(2, 1, 32, 32)
+    first, second = detections(model, images, most=5, least=0.1)
     assert first.labels.tolist() == [2, 1]
     assert first.boxes.tolist() == [[4, 4, 20, 20]] * 2
     torch.testing.assert_close(first.scores, torch.tensor([3.0, 1.0]).sigmoid())
     assert second.boxes.tolist() == [[0, 3, 32, 9]], "within the image"
-    assert len(detections(Says(ModelConfig(width=8), 1, 3), torch.zeros(2, 1, 32, 32), most=1)[0].labels) == 1
-
-
-# The recipes.
+    assert len(detections(model, images, most=1)[0].labels) == 1
 
 
 def test_the_embedded_recipe_goes_on_with_the_same_bits() -> None:
@@ -187,9 +171,7 @@ def test_an_embedded_recipe_reaches_what_it_should(
 
 def test_padding_is_not_shown_to_torchvisions_models() -> None:
     class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
+        weight = torch.ones((), requires_grad=True)
 
         def forward(self, images: Any, targets: Any) -> dict[str, torch.Tensor]:
             assert all(image.shape == (3, 96, 96) for image in images)
@@ -226,11 +208,9 @@ def test_losses_add_up_exactly_over_images() -> None:
     cells = cell_centers(12, 12, 8, torch.zeros((), dtype=torch.float64))
     begin = torch.rand(6, 5, 2, dtype=torch.float64) * 60
     true = torch.cat((begin, begin + 5 + torch.rand(6, 5, 2, dtype=torch.float64) * 30), 2)
-    logits, boxes = (
-        torch.randn(6, 144, 10, dtype=torch.float64),
-        torch.rand(6, 144, 4, dtype=torch.float64) * 90,
-    )
-    labels, count = torch.randint(0, 10, (6, 5)), torch.tensor([0, 1, 2, 3, 4, 5])
+    logits = torch.randn(6, 144, 10, dtype=torch.float64)
+    boxes = torch.rand(6, 144, 4, dtype=torch.float64) * 90
+    labels, count = torch.randint(0, 10, (6, 5)), torch.arange(6)
     each = tiny_losses(logits, boxes, cells, 8, true, labels, count)
     assert each.shape == (6,) and bool((each > 0).all())
     for row in range(6):

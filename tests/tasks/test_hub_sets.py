@@ -1,9 +1,8 @@
 """Promise: a data set of the hub is fetched once, all of one commit, which the run keeps."""
 
-import http.server
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,14 @@ import pytest
 from tests.helpers.chat_folders import chat_folder
 from tests.helpers.refusals import refused
 from tests.helpers.small_gpt import SMALL
-from tests.models.test_pretrained import Hub, ask_here
+from tests.helpers.toys import make_recipe
+from tests.models.test_pretrained import NEW, OLD, Hub, ask_here
 from trainer.config.recipe import Recipe
 from trainer.config.tasks import LanguageConfig
 from trainer.tasks.conversations import local_path, with_commits
 from trainer.train.request import Request
 from trainer.train.start.prepare import prepare
 
-OLD, NEW = "1" * 40, "2" * 40
 TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "the cat"}]}
 
 
@@ -37,42 +36,29 @@ class Sets(Hub):
         self.sets: dict[tuple[str, str], dict[str, bytes]] = {}
         super().__init__()
 
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        path = request.path.partition("?")[0]
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         if path.startswith("/api/datasets/"):
-            self.asked[f"{request.command} {path}"] += 1
             repository, _, revision = path.removeprefix("/api/datasets/").partition("/revision/")
             commit = self.commits.get(revision, revision)
-            names = [{"rfilename": name} for name in self.sets.get((repository, commit), {})]
+            if names := [{"rfilename": name} for name in self.sets.get((repository, commit), {})]:
+                return 200, {}, json.dumps({"id": repository, "sha": commit, "siblings": names}).encode()
             known = repository in {one for one, _ in self.sets}
-            body = json.dumps({"id": repository, "sha": commit, "siblings": names}).encode() if names else b""
-            request.send_response(200 if names else 404)
-            if not names:
-                request.send_header("X-Error-Code", "RevisionNotFound" if known else "RepoNotFound")
-            request.send_header("Content-Length", str(len(body)))
-            request.end_headers()
-            request.wfile.write(body)
-            return
+            return 404, {"X-Error-Code": "RevisionNotFound" if known else "RepoNotFound"}, b""
         repository, _, rest = path.removeprefix("/datasets/").partition("/resolve/")
-        revision, _, name = rest.partition("/")
-        self.files = {(f"datasets/{repository}", revision): None}
-        self.others = self.sets.get((repository, self.commits.get(revision, revision)), {})
-        request.path = f"/datasets/{repository}/resolve/{revision}/{name}"
-        super().answer(request)
+        revision = rest.partition("/")[0]
+        commit = self.commits.get(revision, revision)
+        self.files = {(f"datasets/{repository}", commit): None}
+        self.others = self.sets.get((repository, commit), {})
+        return super().answer(path)
 
 
 @pytest.fixture
 def hub() -> Iterator[Sets]:
-    server = Sets()
-    server.sets["org/talks", OLD] = {
-        "README.md": b"# talks",
-        "data/train-00000-of-00001.jsonl": rows(12),
-        "data/test-00000-of-00001.jsonl": rows(3),
-        "extra/rows.jsonl": rows(20),
-    }
-    server.commits = {"main": OLD}
-    yield server
-    server.close()
+    with closing(Sets()) as server:
+        files = {f"data/{name}-00000-of-00001.jsonl": rows(n) for name, n in (("train", 12), ("test", 3))}
+        others = {"README.md": b"# talks", "extra/rows.jsonl": rows(20)}
+        server.sets["org/talks", OLD], server.commits = {**files, **others}, {"main": OLD}
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +70,7 @@ def _cache_of_its_own(tmp_path: Path, hub: Sets, monkeypatch: pytest.MonkeyPatch
 
 
 def recipe_of(path: str) -> Recipe:
-    return Recipe.model_validate(
-        {"task": "language", "epochs": 1, "data": {"name": "conversations", "path": path}}
-    )
+    return make_recipe(task="language", data={"name": "conversations", "path": path})
 
 
 def files_of(hub: Sets) -> list[str]:

@@ -2,7 +2,6 @@
 start; what is generated is what the model says; the packaged recipes run.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,8 @@ from trainer.train.components.task import check_request, make_task
 
 
 def run_of(folder: Path, **language: Any) -> tuple[Recipe, Any]:
-    recipe = make_recipe(
-        task="language",
-        data={"name": "tokens", "path": str(folder), "micro_batch_size": 2, "global_batch_size": 4},
-        language=SMALL | language,
-    )
+    data = {"name": "tokens", "path": str(folder), "micro_batch_size": 2, "global_batch_size": 4}
+    recipe = make_recipe(task="language", data=data, language=SMALL | language)
     return recipe, make_task(recipe)
 
 
@@ -89,12 +85,10 @@ def test_a_character_file_is_shared_as_in_nanogpt(tmp_path: Path) -> None:
     recipe = Recipe.model_validate(read_recipe("gpt-char"))
     recipe.data.path, recipe.language.sequence_length = text, 16
     task = make_task(recipe)
-    about = task.describe()
-    content = text.read_text()
+    about, content = task.describe(), text.read_text()
     assert about["characters"] == "".join(sorted(set(content)))
     assert about["vocabulary"] == len(about["characters"])
-    first = int(0.9 * len(content))
-    assert len(task.train_data) == first - 16, "a sample at every character"
+    assert len(task.train_data) == int(0.9 * len(content)) - 16, "a sample at every character"
     out = {TOKENS: np.zeros((1, 17), np.uint8)}
     task.train_data.read(np.array([3]), None, out)
     assert decode_text(out[TOKENS][0].tolist(), "characters", about["characters"]) == content[3:20]
@@ -109,40 +103,27 @@ def test_text_becomes_tokens_and_text_again() -> None:
         encode_text("x", "characters", "abc")
 
 
-def _generate(*arguments: Any) -> torch.Tensor:
-    return torch.tensor(list(partial(generated, window=True)(*arguments)))
-
-
 def test_generating_is_what_the_model_says() -> None:
-    model = make_model().eval()
-    prompt = torch.tensor([3, 1, 4])
-    likeliest = _generate(model, prompt, 20, 0.0)
-    assert len(likeliest) == 20
-    assert int(likeliest[0]) == int(model(prompt[None])[0, -1].argmax())
-    whole = torch.cat((prompt, likeliest))
-    last = model(whole[None, -13:-1])[0, -1]  # no further back than a sample is long
-    assert int(whole[-1]) == int(last.argmax())
-    drawn = [
-        _generate(model, prompt, 9, 1.0, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
+    model, prompt = make_model().eval(), torch.tensor([3, 1, 4])
+    likeliest = [*generated(model, prompt, 20, 0.0, window=True)]
+    assert len(likeliest) == 20 and likeliest[0] == int(model(prompt[None])[0, -1].argmax())
+    last = model(torch.tensor([likeliest[-13:-1]]))[0, -1]  # no further back than a sample is long
+    assert likeliest[-1] == int(last.argmax())
+    seeds = (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
+    one, again, other = ([*generated(model, prompt, 9, 1.0, seed, window=True)] for seed in seeds)
+    assert one == again != other
 
 
 def test_another_tokenizer_of_the_same_name_and_size_is_refused(tmp_path: Path) -> None:
     for name, words in (("one", ("a", "b")), ("two", ("b", "a"))):
-        made = tokenizers.Tokenizer(
-            tokenizers.models.WordLevel({word: number for number, word in enumerate((*words, "</s>"))}, "a")
-        )
+        numbers = {word: number for number, word in enumerate((*words, "</s>"))}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, "a"))
         made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        (tmp_path / name).mkdir()
-        made.save(str(tmp_path / name / "tokenizer.json"))
-        (tmp_path / name / "text.txt").write_text("a b " * 30)
+        (folder := tmp_path / name).mkdir()
+        made.save(str(folder / "tokenizer.json"))
+        (folder / "text.txt").write_text("a b " * 30)
         for split in ("train", "val"):
-            tokenize(
-                tmp_path / name / "text.txt",
-                tmp_path / name / f"{split}.bin",
-                f"bpe:{tmp_path / name / 'tokenizer.json'}",
-            )
+            tokenize(folder / "text.txt", folder / f"{split}.bin", f"bpe:{folder / 'tokenizer.json'}")
     recipe, task = run_of(tmp_path / "one", text="packed")
     assert task.more_data(recipe.data, None).fingerprint() == task.evaluation_data.fingerprint()
     with refused("tokenizer_sha256"):

@@ -15,7 +15,9 @@ from torch.optim import lr_scheduler
 
 from tests.helpers import forked
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.small_task import Small
+from tests.helpers.steps import assert_same_bits
+from tests.helpers.toys import build_alone, make_recipe, run_steps
 from tests.helpers.world import Ranks
 from trainer.checkpoint.tensor_file import put_together, take_apart
 from trainer.config import recipe_file
@@ -30,21 +32,21 @@ from trainer.train.step import take_metrics, train_step
 STEPS = 8
 
 
-class Small:
+class Classes(Small):
     """Sixteen samples of two numbers, two classes."""
 
     def data(self) -> Any:
         x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
-        return {"x": x, "y": (x[:, 0] > 0).astype(np.int64)}, {"x": x, "y": (x[:, 0] > 0).astype(np.int64)}
+        return (part := {"x": x, "y": (x[:, 0] > 0).astype(np.int64)}), part
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 4), nn.Linear(4, 2))
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")}
+        return {"loss": Classes.loss(self, model, batch)}
 
 
 class Noisy(optim.Optimizer):
@@ -74,7 +76,7 @@ class Forgetful(optim.SGD):
 
 
 def task_of(**methods: Any) -> CustomTask:
-    return CustomTask(type("Mine", (Small,), methods)(), "mine")
+    return CustomTask(type("Mine", (Classes,), methods)(), "mine")
 
 
 def recipe_of(**sections: Any) -> Any:
@@ -158,10 +160,7 @@ def test_a_run_that_was_cut_ends_with_the_same_bits(name: str, capsys: pytest.Ca
         second = started(methods, **sections)
         load_state(second, cut, kept, numbers)
         assert repr(begun + go_on(second, range(cut, STEPS))) == repr(rows)  # nan is nan
-        ends = [tensors_of(run.state) for run in (whole, second)]
-        for kind, part in ends[0].items():
-            assert part.keys() == ends[1][kind].keys()
-            assert all(torch.equal(ends[1][kind][n], tensor) for n, tensor in part.items()), (cut, kind)
+        assert_same_bits(tensors_of(second.state), tensors_of(whole.state))
         assert numbers_of(whole.state, [0.0])["own"] == numbers_of(second.state, [0.0])["own"]
 
 
@@ -169,54 +168,45 @@ def stepped(_: Any, optimizer: Any, epoch_steps: int, steps: int) -> Any:
     return lr_scheduler.StepLR(optimizer, epoch_steps, 1 / steps)
 
 
-@pytest.mark.parametrize(("size", "last", "length", "steps"), [(6, "weighted", 3, 12), (6, "cross", 3, 11)])
-def test_a_scheduler_is_told_the_steps_of_an_epoch_and_of_the_run(
-    size: int, last: str, length: int, steps: int
-) -> None:
-    data = {"global_batch_size": size, "micro_batch_size": size, "last_batch": last}
+@pytest.mark.parametrize(("last", "steps"), [("weighted", 12), ("cross", 11)])
+def test_a_scheduler_is_told_the_steps_of_an_epoch_and_of_the_run(last: str, steps: int) -> None:
+    data = {"global_batch_size": 6, "micro_batch_size": 6, "last_batch": last}
     run = started({"scheduler": stepped}, data=data, optim={"name": "sgd", "lr": 0.1})
     rates = [row[1] for row in go_on(run, range(steps))]
-    assert rates == pytest.approx([0.1 / steps ** (done // length) for done in range(steps)])
+    assert rates == pytest.approx([0.1 / steps ** (done // 3) for done in range(steps)])
 
 
 def test_a_skipped_update_moves_neither_weights_nor_rate() -> None:
     """The first losses overflow: the scale is halved until one doesn't."""
     methods = {
-        "loss": lambda s, m, b: Small.loss(s, m, b) * 2.0**10,
+        "loss": lambda s, m, b: Classes.loss(s, m, b) * 2.0**10,
         "optimizer": by(optim.SGD, lr=0.001, momentum=0.9, fused=True),
         "scheduler": halved,
     }
     run = started(methods, precision={"mode": "fp16", "initial_scale": 2.0**14})
     weight = run.gradients.parameters[0].detach().clone()
-    rates, updates = [], []
+    done = 0
     for step in range(STEPS):
-        before, done = run.gradients.parameters[0].detach().clone(), int(run.state.lr.updates)
-        row = dict(zip(("loss", "lr", "updates"), go_on(run, range(step, step + 1))[0], strict=False))
-        same = torch.equal(before, run.gradients.parameters[0])
-        assert same == (int(row["updates"]) == done)
-        rates.append(row["lr"])
-        updates.append(int(row["updates"]))
-    assert updates[0] == 0 and updates[-1] > 1, "some were skipped, and some weren't"
-    before_each = [0, *updates[:-1]]
-    assert rates == [0.001 * 0.5**done for done in before_each]
+        before = run.gradients.parameters[0].detach().clone()
+        ((_, rate, updates, *_),) = go_on(run, range(step, step + 1))
+        assert torch.equal(before, run.gradients.parameters[0]) == (updates == done)
+        assert rate == 0.001 * 0.5**done and (step or not updates), "the first is skipped"
+        done = int(updates)
+    assert done > 1
     assert bool(run.gradients.parameters[0].isfinite().all()) and not torch.equal(weight, before)
 
 
 def parts(_: Any, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    logits = model(batch.fields["x"])
-    return {
-        "right": F.cross_entropy(logits, batch.fields["y"], reduction="none"),
-        "small": 0.1 * logits.square().sum(1),
-    }
+    right = F.cross_entropy(logits := model(batch["x"]), batch["y"], reduction="none")
+    return {"right": right, "small": 0.1 * logits.square().sum(1)}
 
 
 SEVERAL = {"losses": ("small", "right"), "loss": parts}
 
 
 def rows_on(world: World, how: str) -> tuple[list[list[float]], Any, list[float]]:
-    recipe = recipe_of(
-        parallel={"threads": 1, "reduction": how}, data={"micro_batch_size": 2, "last_batch": "weighted"}
-    )
+    data = {"micro_batch_size": 2, "last_batch": "weighted"}
+    recipe = recipe_of(parallel={"threads": 1, "reduction": how}, data=data)
     run = build(recipe, task_of(**SEVERAL), world, 0)
     run.replica.train()
     rows, batches = [], run.loader(run.share.batches())
@@ -239,11 +229,7 @@ def test_several_losses_are_the_same_on_any_number_of_ranks(ranks: Ranks) -> Non
 
 
 def noisy_on(world: World) -> list[float]:
-    run = build(recipe_of(), task_of(optimizer=by(Noisy, lr=0.1)), world, 0)
-    run.replica.train()
-    batches = run.loader(run.share.batches())
-    for step in range(3):
-        train_step(run, batches, step)
+    run_steps(run := build(recipe_of(), task_of(optimizer=by(Noisy, lr=0.1)), world, 0), 3)
     return [float(p.detach().sum()) for p in run.state.model.parameters()]
 
 
@@ -254,9 +240,7 @@ def test_random_numbers_of_an_optimizer_are_alike_on_all_ranks(ranks: Ranks) -> 
 
 def test_the_sums_of_several_losses_go_on_in_the_middle_of_a_row() -> None:
     run, other = started(SEVERAL), started(SEVERAL)
-    batches = run.loader(run.share.batches())
-    for step in range(3):
-        train_step(run, batches, step)
+    run_steps(run, 3)
     kept = run.reduction.gather_losses(run.state.loss).tolist()
     load_state(other, 3, tensors_of(run.state), json.loads(json.dumps(numbers_of(run.state, kept))))
     assert torch.equal(other.state.loss, run.state.loss) and len(run.state.loss) == 3
@@ -265,40 +249,20 @@ def test_the_sums_of_several_losses_go_on_in_the_middle_of_a_row() -> None:
 
 
 FILE = """
-import torch
-from torch.optim.lr_scheduler import OneCycleLR
-
-RECIPE = {"epochs": 2, "data": {"global_batch_size": 8, "micro_batch_size": 4}, "parallel": {"threads": 1}}
-
-class Mine:
-    def data(self):
-        both = {"x": torch.arange(64.0)[:, None] / 64}
-        return both, both
-
-    def model(self):
-        return torch.nn.Linear(1, 1)
-
-    def loss(self, model, batch):
-        return model(batch.fields["x"]).square()
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}
-
-    def optimizer(self, model):
-        return torch.optim.NAdam(model.parameters(), lr=0.01)
-
-    def scheduler(self, optimizer, steps):
-        return OneCycleLR(optimizer, 0.1, total_steps=steps)
+from tests.tasks.test_own_updates import Classes, by, one_cycle, optim
+class Mine(Classes):
+    optimizer, scheduler = by(optim.NAdam, lr=0.01), one_cycle
 """
 
 
 def test_a_schedule_that_is_over_before_the_run_is_refused(tmp_path: Path) -> None:
     """OneCycleLR raises after its last step, which a checkpoint says: an extended run would end with that."""
     (tmp_path / "mine.py").write_text(FILE)
-    values = read_recipe(str(tmp_path / "mine.py"))
-    assert forked.attempt(tmp_path / "run", recipe_file.make_recipe(values)).code == 0
-    longer = forked.attempt(tmp_path / "run", recipe_file.make_recipe({**values, "epochs": 3}))
-    refusal(longer.code, f"{longer.line}\n", "step-00000016", 16, "total_steps", 24, "--init-from")
+    values = {**recipe_of().model_dump(), **read_recipe(str(tmp_path / "mine.py"))}
+    recipe, longer = (recipe_file.make_recipe({**values, "epochs": epochs}) for epochs in (8, 12))
+    assert forked.attempt(tmp_path / "run", recipe).code == 0
+    told = forked.attempt(tmp_path / "run", longer)
+    refusal(told.code, f"{told.line}\n", "step-00000016", 16, "total_steps", 24, "--init-from")
 
 
 def once(owner: Any, model: nn.Module) -> optim.Optimizer:

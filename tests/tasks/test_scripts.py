@@ -16,7 +16,6 @@ from tests.helpers.hf_models import NEEDS
 from tests.helpers.refusals import refused
 
 FOLDER = Path(__file__).parents[2] / "examples" / "scripts"
-Losses = list[float]
 
 
 class Tried:
@@ -44,7 +43,7 @@ class Tried:
         self.own = type(kind, (base,), {**changed, "loss": loss})()
         settings = {"log.every": 1, "parallel.threads": 1, "data.workers": 0, **settings}
         self.run = trainer.fit(self.own, settings, hooks=getattr(module, "hooks", []))
-        self.losses: Losses = [row["loss"] for row in self.run.rows()]
+        self.losses = [row["loss"] for row in self.run.rows()]
         self._calls = calls[-len(self.losses) * parts :]  # what comes before is the trial's
         self.model: Any = self.own.model()
         self.model.load_state_dict(self._calls[0][2])
@@ -62,28 +61,21 @@ class Tried:
             torch.set_rng_state(state)
             yield fields
 
-    def is_held(self, losses: Losses, close: float) -> None:
+    def is_held(self, losses: list[float], close: float) -> None:
         """To the loop's losses, weights and buffers."""
         assert not self._calls
         assert self.losses == pytest.approx(losses, rel=10 * close)
-        found, wanted = self.run.model().state_dict(), self.model.state_dict()
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            assert torch.allclose(found[name], value, rtol=0, atol=close), name
+        torch.testing.assert_close(self.run.model().state_dict(), self.model.state_dict(), rtol=0, atol=close)
 
 
 Attempt = Callable[..., Tried]
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt]:
-    monkeypatch.chdir(tmp_path)
+def attempt(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt]:  # noqa: ARG001
     monkeypatch.syspath_prepend(FOLDER)
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    torch.set_num_threads(1)
-    yield Tried
-    torch.set_num_threads(threads)
-    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        yield Tried
 
 
 def few(samples: int, others: int) -> Callable[[Any], Any]:
@@ -99,7 +91,7 @@ def few(samples: int, others: int) -> Callable[[Any], Any]:
 def test_vae(attempt: Attempt) -> None:
     """Of a loss that is a sum over the batch."""
     it = attempt("vae", "Digits", {"epochs": 2}, data=few(384, 128))
-    model, losses = it.model, Losses()
+    model, losses = it.model, list[float]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(2):
         for batch in it.batches(3, "image"):
@@ -117,7 +109,7 @@ def test_vae(attempt: Attempt) -> None:
 
 def test_dcgan(attempt: Attempt) -> None:
     it = attempt("dcgan", "DCGAN", {"epochs": 2}, data=few(32, 16), nz=8, ngf=4, ndf=4, RECIPE=SMALL)
-    generator, critic, losses = it.model.generator, it.model.critic, Losses()
+    generator, critic, losses = it.model.generator, it.model.critic, list[float]()
     adam: Any = {"lr": 0.0002, "betas": (0.5, 0.999)}
     of_critic, of_generator = (torch.optim.Adam(one.parameters(), **adam) for one in (critic, generator))
     for _ in range(2):
@@ -151,7 +143,7 @@ def test_word_language_model(attempt: Attempt) -> None:
     sizes = {f"data.{one}_batch_size": 4 for one in ("global", "micro", "eval")}
     small = {"words": 30, "size": 12, "columns": 4, "bptt": 35}
     it = attempt("word_language_model", "WordLanguageModel", {"epochs": 2, **sizes}, data=data, **small)
-    model, losses = it.model, Losses()
+    model, losses = it.model, list[float]()
 
     def batches(source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         rows = source[: len(source) // 4 * 4].view(4, -1).t()
@@ -166,7 +158,7 @@ def test_word_language_model(attempt: Attempt) -> None:
         return model.decoder(model.drop(out)).transpose(0, 1).reshape(-1, 30), hidden
 
     for _ in range(2):
-        hidden: Any = (torch.zeros(2, 4, 12), torch.zeros(2, 4, 12))
+        hidden: Any = torch.zeros(2, 2, 4, 12).unbind()
         for (word, wanted), _ in zip(batches(torch.from_numpy(text[:400])), it.batches(3), strict=True):
             hidden = tuple(one.detach() for one in hidden)
             model.zero_grad()
@@ -181,7 +173,7 @@ def test_word_language_model(attempt: Attempt) -> None:
     model.state.copy_(torch.stack(hidden).detach())
     it.is_held(losses, 1e-6)
     model.eval()
-    hidden, total = (torch.zeros(2, 4, 12), torch.zeros(2, 4, 12)), 0.0
+    hidden, total = torch.zeros(2, 2, 4, 12).unbind(), 0.0
     for word, wanted in batches(torch.from_numpy(text[400:])):
         told, hidden = run(word, hidden)
         total += F.cross_entropy(told[: len(wanted)], wanted, reduction="sum").item()
@@ -203,7 +195,7 @@ def test_siamese(attempt: Attempt) -> None:
             other = {"data.global_batch_size": size, "data.micro_batch_size": part}
             attempt("siamese", "Siamese", other, **small)
     it = attempt("siamese", "Siamese", {"epochs": 2, **sizes}, **small)
-    model, losses = it.model, Losses()
+    model, losses = it.model, list[float]()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
     pairs = list[bytes]()
@@ -253,7 +245,7 @@ def test_gpt2_of_code(attempt: Attempt) -> None:
 
     sizes = {"epochs": 2, "data.global_batch_size": 8, "data.micro_batch_size": 2}
     it = attempt("code_gpt2", "CodeGPT2", sizes, parts=4, data=few(24, 6), dtype=torch.float64, warm_up=2)
-    model, losses = it.model, Losses()
+    model, losses = it.model, list[float]()
     with_decay, without = list[nn.Parameter](), list[nn.Parameter]()
     for name, p in model.named_parameters():
         (without if any(one in name for one in ("bias", "LayerNorm.weight")) else with_decay).append(p)

@@ -1,5 +1,6 @@
 """Promise: of a custom task's values a step makes the gradient of one big batch, however it is split."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 
 import trainer
 from tests.helpers.refusals import named, refused
+from tests.helpers.small_task import Small
+from tests.helpers.steps import ALONE
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
@@ -44,10 +47,7 @@ class Tokens:
         return nn.Sequential(nn.Linear(3, 6, dtype=F64), nn.Tanh(), nn.Linear(6, KINDS, dtype=F64))
 
     def each(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        y = batch.fields["y"]
-        return F.cross_entropy(model(batch.fields["x"]).flatten(0, 1), y.flatten(), reduction="none").view(
-            y.shape
-        )
+        return F.cross_entropy(model(batch["x"]).mT, batch["y"], reduction="none")
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return self.each(model, batch).sum(1)
@@ -58,13 +58,13 @@ class Tokens:
 
 class Masked(Tokens):
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        mask = batch.fields["y"] >= 0
+        mask = batch["y"] >= 0
         return self.each(model, batch).masked_fill(~mask, 1e9), mask
 
 
 class Weighted(Tokens):
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        counts = (batch.fields["y"] >= 0) * (0.5 + batch.fields["x"][..., 0].abs())
+        counts = (batch["y"] >= 0) * (0.5 + batch["x"][..., 0].abs())
         return self.each(model, batch).masked_fill(counts == 0, torch.nan), counts
 
 
@@ -77,7 +77,7 @@ class Mean(Tokens):
         return {"num_items": _}
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch.fields["x"]).flatten(0, 1), batch.fields["y"].flatten())
+        return F.cross_entropy(model(batch["x"]).mT, batch["y"])
 
 
 class Penalized(Tokens):
@@ -88,13 +88,9 @@ class Penalized(Tokens):
     watched = ("right",)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        mask, logits = batch.fields["y"] >= 0, model(batch.fields["x"])
+        mask, right = batch["y"] >= 0, model(batch["x"]).argmax(2) == batch["y"]
         penalty = 0.1 * model[0].weight.square().sum()  # type: ignore[index]
-        return {
-            "fit": (self.each(model, batch), mask),
-            "penalty": penalty,
-            "right": (logits.argmax(2) == batch.fields["y"], mask),
-        }
+        return {"fit": (self.each(model, batch), mask), "penalty": penalty, "right": (right, mask)}
 
 
 def of_one_batch(own: Any) -> list[torch.Tensor]:
@@ -118,15 +114,9 @@ def of_one_batch(own: Any) -> list[torch.Tensor]:
 
 def gradients(world: World, kind: int, micro: int, reduction: str, last: str) -> list[list[torch.Tensor]]:
     """Those of a run's first steps, which don't move the weights."""
-    task = CustomTask(OWN[kind](), "own")
-    data = {
-        "global_batch_size": 8 if last == "weighted" else 12,
-        "micro_batch_size": micro,
-        "last_batch": last,
-    }
+    task, size = CustomTask(OWN[kind](), "own"), 8 if last == "weighted" else 12
     recipe = make_recipe(
-        epochs=1,
-        data=data,
+        data={"global_batch_size": size, "micro_batch_size": micro, "last_batch": last},
         optim={"name": "sgd", "lr": 1e-30, "momentum": 0.0, "max_grad_norm": 0.0},
         parallel={"threads": 1, "reduction": reduction},
     )
@@ -146,54 +136,42 @@ def gradients(world: World, kind: int, micro: int, reduction: str, last: str) ->
 
 
 OWN: list[type[Tokens]] = [Tokens, Masked, Weighted, Mean, Penalized]
+close: Any = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", range(5))
 @pytest.mark.parametrize("micro", [4, 1])
 def test_a_step_has_the_gradient_of_one_batch(kind: int, micro: int) -> None:
-    alone = World(0, 1, 0, torch.device("cpu"), None)
     wanted = of_one_batch(OWN[kind]())
     for reduction in ("all_reduce", "tree"):
-        found, (loss, *_) = gradients(alone, kind, micro, reduction, "cross")
+        found, (loss, *_) = gradients(ALONE, kind, micro, reduction, "cross")
         assert 0 < float(loss) < 9, "also where what doesn't count is NaN, or large"
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        close(found, wanted)
 
 
 @pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
 def test_ranks_divide_by_what_counts_on_all(ranks: Ranks, reduction: str) -> None:
     for kind in range(5):
-        wanted = of_one_batch(OWN[kind]())
-        for found in ranks.run(2, gradients, kind, 2, reduction, "cross"):
-            for one, other in zip(found[0], wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        both = ranks.run(2, gradients, kind, 2, reduction, "cross")
+        close([found for found, *_ in both], [of_one_batch(OWN[kind]())] * 2)
 
 
 def test_a_last_batch_of_fewer_samples_is_their_mean() -> None:
     """Of 12 samples in batches of 8 the last has 4, and padding beside them."""
-    alone = World(0, 1, 0, torch.device("cpu"), None)
     for kind in range(5):
-        *_, whole, _ = gradients(alone, kind, 8, "all_reduce", "weighted")
-        *_, parts, _ = gradients(alone, kind, 1, "all_reduce", "weighted")
-        for one, other in zip(whole, parts, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        whole, parts = (gradients(ALONE, kind, micro, "all_reduce", "weighted")[-2] for micro in (8, 1))
+        close(whole, parts)
 
 
-# --- forms ---
-
-
-class Line:
+class Line(Small):
     """Four samples of two numbers; what it gives is put in by a test."""
 
     def data(self) -> Any:
         x = np.arange(8, dtype=np.float32).reshape(4, 2) / 8
-        return {"x": x, "y": x[:, 0]}, {"x": x, "y": x[:, 0]}
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
+        return (part := {"x": x, "y": x[:, 0]}), part
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        return (model(batch.fields["x"])[:, 0] - batch.fields["y"]).square()
+        return (model(batch["x"])[:, 0] - batch["y"]).square()
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return {"loss": Line.loss(self, model, batch)}
@@ -205,28 +183,24 @@ def check(**methods: Any) -> CustomTask:
     return task
 
 
-def out(model: nn.Module, batch: Any) -> torch.Tensor:
-    result: torch.Tensor = model(batch.fields["x"])
-    return result
+def out(model: nn.Module, batch: Any) -> Any:
+    return model(batch["x"])
 
 
 GOOD: dict[str, Callable[..., Any]] = {
     "a value": lambda _, m, b: out(m, b)[:, 0],
     "(n, 1)": lambda _, m, b: out(m, b),
-    "bools": lambda _, m, b: (out(m, b).expand(-1, 3), torch.ones(len(b.fields["x"]), 3) > 0),
-    "weights": lambda _, m, b: (out(m, b).expand(-1, 3), torch.ones(len(b.fields["x"]), 3)),
-    "of samples": lambda _, m, b: (out(m, b)[:, 0], b.fields["y"] > 0.3),
+    "bools": lambda _, m, b: (out(m, b).expand(-1, 3), torch.ones(len(b["x"]), 3) > 0),
+    "weights": lambda _, m, b: (out(m, b).expand(-1, 3), torch.ones(len(b["x"]), 3)),
+    "of samples": lambda _, m, b: (out(m, b)[:, 0], b["y"] > 0.3),
 }
 BAD: dict[str, tuple[Callable[..., Any], str]] = {
     "a sum": (lambda _, m, b: out(m, b).sum(), "loss reduction none mean"),
     "more dimensions": (lambda _, m, b: out(m, b).expand(-1, 8), "4 8 .sum(1) .mean(1) counts"),
-    "each with each": (
-        lambda _, m, b: F.mse_loss(out(m, b), b.fields["y"], reduction="none"),
-        "4 .sum(1) minus",
-    ),
+    "each with each": (lambda _, m, b: (out(m, b) - b["y"]).square(), "4 .sum(1) minus"),
     "other samples": (lambda _, m, b: out(m, b)[:2, 0], "2 4"),
-    "counts of another shape": (lambda _, m, b: (out(m, b).expand(-1, 3), b.fields["y"] > 0), "4 3 counts"),
-    "counts below 0": (lambda _, m, b: (out(m, b)[:, 0], b.fields["y"] - 1), "counts 0"),
+    "counts of another shape": (lambda _, m, b: (out(m, b).expand(-1, 3), b["y"] > 0), "4 3 counts"),
+    "counts below 0": (lambda _, m, b: (out(m, b)[:, 0], b["y"] - 1), "counts 0"),
     "nothing": (lambda *_: None, "loss nothing"),
     "no gradient": (lambda _, m, b: out(m, b).detach(), "gradient"),
     "whole numbers": (lambda _, m, b: out(m, b).long(), "int64"),
@@ -253,11 +227,8 @@ def test_what_a_loss_is_not(form: str) -> None:
 def test_losses_of_a_step_have_one_divisor() -> None:
     """A gradient is divided once: two masks can't both be right."""
 
-    def given(_: Any, m: nn.Module, b: Any) -> Any:
-        return {"a": out(m, b)[:, 0], "b": (out(m, b)[:, 0], b.fields["y"] > 0.3)}
-
     with refused("counts"):
-        check(loss=given, losses=("a", "b"))
+        check(loss=lambda *g: {"a": GOOD["a value"](*g), "b": GOOD["of samples"](*g)}, losses=("a", "b"))
 
     class Turns(Line):
         begun, calls = False, 0
@@ -266,10 +237,8 @@ def test_losses_of_a_step_have_one_divisor() -> None:
             self.calls += self.begun
             return GOOD["of samples" if self.calls > 1 else "a value"](self, model, batch)
 
-    own = Turns()
-    run = build_alone(
-        make_recipe(data={"global_batch_size": 4, "micro_batch_size": 2}), CustomTask(own, "own")
-    )
+    own, sizes = Turns(), {"global_batch_size": 4, "micro_batch_size": 2}
+    run = build_alone(make_recipe(data=sizes), CustomTask(own, "own"))
     own.begun = True
     with refused("loss counts"):
         train_step(run, run.loader(run.share.batches()), 0)
@@ -287,12 +256,9 @@ def test_the_field_num_items_weighs_means_alone() -> None:
         check(data=data, reduction="mean")
     with refused("reduction sum mean"):
         check(reduction="sum")
-    task = check(reduction="mean", data=data, loss=lambda _, m, b: out(m, b).mean(), measure=mean_of_two)
+    measured = {"measure": lambda _, m, b: {"loss": out(m, b).square().mean()}}
+    task = check(reduction="mean", data=data, loss=lambda _, m, b: out(m, b).mean(), **measured)
     assert "depends on the micro-batch" in task.notes[0]
-
-
-def mean_of_two(_: Any, model: nn.Module, batch: Any) -> Any:
-    return {"loss": out(model, batch).square().mean()}
 
 
 def test_narrow_values_are_added_up_in_float32() -> None:
@@ -302,22 +268,18 @@ def test_narrow_values_are_added_up_in_float32() -> None:
 
     task = CustomTask(Narrow(), "own")
     batch: Any = trainer.Batch({"x": torch.full((1000, 2), 0.1), "y": torch.zeros(1000)}, None, None, 1000)
-    loss, model = task.loss(nn.Linear(2, 1), batch), nn.Linear(2, 1)
+    loss = task.loss(model := nn.Linear(2, 1), batch)
     assert loss.dtype == torch.float32
-    each = Narrow().loss(model, batch)
-    assert float(task.loss(model, batch)) == pytest.approx(float(each.double().sum()), rel=1e-5)
-
-
-# --- values and means are tried ---
+    assert float(loss) == pytest.approx(float(Narrow().loss(model, batch).double().sum()), rel=1e-5)
 
 
 def noisy(_: Any, model: nn.Module, batch: Any) -> Any:
-    return (out(model, batch)[:, 0] - torch.randn(len(batch.fields["x"]))).square()
+    return (out(model, batch)[:, 0] - torch.randn(len(batch["x"]))).square()
 
 
 COMPARES: dict[str, tuple[bool, Callable[..., Any]]] = {
-    "an expanded mean": (True, lambda _, m, b: out(m, b).square().mean().expand(len(b.fields["x"]))),
-    "contrast": (True, lambda _, m, b: (out(m, b) @ b.fields["y"][None]).softmax(1)[:, 0]),
+    "an expanded mean": (True, lambda _, m, b: out(m, b).square().mean().expand(len(b["x"]))),
+    "contrast": (True, lambda _, m, b: (out(m, b) @ b["y"][None]).softmax(1)[:, 0]),
     "each alone": (False, GOOD["a value"]),
     "drawn": (False, noisy),
     "masks": (False, GOOD["bools"]),
@@ -340,17 +302,14 @@ def test_a_loss_that_compares_samples_is_told(kind: str, capsys: pytest.CaptureF
 
 def classes(model: nn.Module, batch: Any, **more: Any) -> torch.Tensor:
     logits = torch.cat((out(model, batch), -out(model, batch)), 1)
-    return F.cross_entropy(logits, more.pop("label", (batch.fields["y"] > 0.3).long()), **more)
+    return F.cross_entropy(logits, more.pop("label", (batch["y"] > 0.3).long()), **more)
 
 
 MEANS: dict[str, tuple[str | None, Callable[..., Any]]] = {
     "mean": ("equal", lambda _, m, b: classes(m, b)),
     "class weights": ("depends", lambda _, m, b: classes(m, b, weight=torch.tensor([1.0, 9.0]))),
     "random": ("random", lambda _, m, b: noisy(_, m, b).mean()),
-    "ignored in a half": (
-        "item",
-        lambda _, m, b: classes(m, b, label=torch.where(b.fields["y"] > 0.3, -100, 0)),
-    ),
+    "ignored in a half": ("item", lambda _, m, b: classes(m, b, label=torch.where(b["y"] > 0.3, -100, 0))),
     "a sum": (None, lambda _, m, b: classes(m, b, reduction="sum")),
 }
 
@@ -369,19 +328,12 @@ def test_a_mean_of_four_is_compared_with_that_of_two_and_two(kind: str) -> None:
     assert task.anew().notes == task.notes
 
 
-# --- measure ---
-
-
 @pytest.mark.usefixtures("here")
 def test_each_figure_is_divided_by_its_own_counts() -> None:
     def measured(own: Any, model: nn.Module, batch: Any) -> Any:
-        mask = batch.fields["y"] >= 0
-        return {
-            "loss": (own.each(model, batch), mask),
-            "sum": own.each(model, batch).sum(1),
-            "exact": torch.ones(len(mask), dtype=torch.bool),
-            "tokens": (mask, mask),
-        }
+        mask, each = batch["y"] >= 0, own.each(model, batch)
+        exact = torch.ones(len(mask), dtype=torch.bool)
+        return {"loss": (each, mask), "sum": each.sum(1), "exact": exact, "tokens": (mask, mask)}
 
     sizes = {"data.global_batch_size": 4, "data.micro_batch_size": 2, "data.eval_batch_size": 3}
     settings = {"max_steps": 1, "optim.lr": 1e-30, "parallel.threads": 1, **sizes}
@@ -394,6 +346,4 @@ def test_each_figure_is_divided_by_its_own_counts() -> None:
         return {**means(rows), "width": rows["loss"][0].shape[1]}
 
     rows = trainer.fit(type("Mine", (Masked,), {"measure": measured, "summarize": summarize}), settings)
-    assert rows.metrics["width"] == PLACES
-    for name, value in run.metrics.items():
-        assert rows.metrics[name] == pytest.approx(value, rel=1e-12)
+    assert rows.metrics == pytest.approx({**run.metrics, "width": PLACES}, rel=1e-12)

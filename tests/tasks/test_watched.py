@@ -1,7 +1,6 @@
 """Promise P3, P10: what a task watches while it trains is right over micro-batches, and changes no bit."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,20 +10,12 @@ from torch import nn
 
 from tests.helpers.refusals import refused
 from tests.helpers.small_task import Small
+from tests.helpers.steps import assert_same_bits
 from trainer import fit
 
-_SETTINGS = {
-    "epochs": 2,
-    "data.global_batch_size": 10,
-    "log.every": 1,
-    "parallel.threads": 1,
-    "optim.lr": 0.1,
-}
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # runs are left in the current one
+pytestmark = pytest.mark.usefixtures("here")
+_STEPS = {"epochs": 2, "data.global_batch_size": 10, "log.every": 1}
+_SETTINGS = {**_STEPS, "parallel.threads": 1, "optim.lr": 0.1}
 
 
 class Watched(Small):
@@ -49,8 +40,7 @@ def _run(task: type, micro: int) -> Any:
 
 def test_watched_figures_are_means_over_the_step_and_are_not_trained() -> None:
     plain, run, split = _run(Small, 10), _run(Watched, 10), _run(Watched, 5)
-    for name, tensor in plain.model().state_dict().items():
-        assert torch.equal(tensor, run.model().state_dict()[name]), "no bit of the weights is another"
+    assert_same_bits({**run.model().state_dict()}, {**plain.model().state_dict()})
     first, rows, parts = plain.rows(), run.rows(), split.rows()
     assert [row["loss"] for row in rows] == [row["loss"] for row in first]
     assert {"watched/near", "watched/norm"} < rows[0].keys() and "loss/loss" not in rows[0]
@@ -62,17 +52,15 @@ def test_watched_figures_are_means_over_the_step_and_are_not_trained() -> None:
     assert any(0 < row["watched/near"] < 1 for row in rows)
 
 
-class Mean(Watched):
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        parts = super().loss(model, batch)
-        return {**parts, "norm": parts["norm"].mean()}
+def mean(own: Watched, model: nn.Module, batch: Any) -> Any:
+    parts = Watched.loss(own, model, batch)
+    return {**parts, "norm": parts["norm"].mean()}
 
 
-class Missing(Watched):
-    watched = ("near", "norm", "odd", "more")
-
-
-@pytest.mark.parametrize(("task", "names"), [(Mean, "norm"), (Missing, "losses watched")])
-def test_what_is_watched_is_checked_before_the_training(task: type, names: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [({"loss": mean}, "norm"), ({"watched": ("near", "norm", "odd", "more")}, "losses watched")],
+)
+def test_what_is_watched_is_checked_before_the_training(changed: dict[str, Any], names: str) -> None:
     with refused(names):
-        fit(task, _SETTINGS)
+        fit(type("Mine", (Watched,), changed), _SETTINGS)

@@ -18,7 +18,7 @@ from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import World
 
 ZOO = Path(__file__).parent / "zoo"
-TASKS = sorted(path.name for path in ZOO.glob("*.py") if path.name != "__init__.py")
+TASKS = sorted(path.name for path in ZOO.glob("*.py") if path.stem not in ("__init__", "shared"))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "check.md"
 TOLD = dict(re.findall(r"\| `(\w+\.py)` \| ([a-z ]+) \|", DOCUMENT.read_text()))
 ON_RANKS = ("byol.py", "experts.py", "surgery.py")  # a teacher, unused parameters, gradients of its own

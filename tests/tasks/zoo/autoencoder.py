@@ -1,6 +1,6 @@
 """Autoencoder with tied weights: the decoder's parameter is the encoder's, seen transposed, in one memory."""
 
-import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,16 +17,9 @@ class Tied(nn.Module):
         return self.decoder(self.encoder(x).tanh())
 
 
-class Autoencoder:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
-        return {"x": x}, {"x": x[:10]}
-
+class Autoencoder(Task):
     def model(self):
         return Tied()
 
     def loss(self, model, batch):
         return F.mse_loss(model(batch.fields["x"]), batch.fields["x"], reduction="none").sum(1)
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

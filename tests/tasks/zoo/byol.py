@@ -1,7 +1,7 @@
 """BYOL and DINO: a frozen teacher that each training forward pass moves towards the student."""
 
-import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,17 +23,10 @@ class Pair(nn.Module):
         return self.predictor(self.student(x + noise)), self.teacher(x)
 
 
-class BYOL:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
-        return {"x": x}, {"x": x[:10]}
-
+class BYOL(Task):
     def model(self):
         return Pair()
 
     def loss(self, model, batch):
         told, wanted = model(batch.fields["x"])
         return 2 - 2 * F.cosine_similarity(told, wanted, dim=1)
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

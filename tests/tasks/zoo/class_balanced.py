@@ -1,19 +1,18 @@
 """Class-balanced loss: each sample has its weight in the batch, in a field of that name."""
 
 import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
 RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
 
 
-class Balanced:
-    def data(self):
-        random = np.random.default_rng(0)
+class Balanced(Task):
+    def rows(self, random):
         label = (random.random(24) < 0.2).astype(np.int64)
-        x = random.normal(label[:, None], 1, (24, 4)).astype(np.float32)
-        rows = {"x": x, "label": label, "weight": np.where(label, 4.0, 1.0).astype(np.float32)}
-        return rows, {name: row[:10] for name, row in rows.items()}
+        x = random.normal(label[:, None], 1, (24, 4))
+        return {"x": x, "label": label, "weight": np.where(label, 4.0, 1.0)}
 
     def model(self):
         return nn.Linear(4, 2)
@@ -21,6 +20,3 @@ class Balanced:
     def loss(self, model, batch):
         each = F.cross_entropy(model(batch.fields["x"]), batch.fields["label"], reduction="none")
         return each * batch.fields["weight"]
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,6 +1,6 @@
 """CTC: sequences and targets of other lengths in each sample, which come as fields."""
 
-import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,13 +16,10 @@ class Listener(nn.Module):
         return self.head(self.recurrent(sound)[0]).log_softmax(2)
 
 
-class CTC:
-    def data(self):
-        random = np.random.default_rng(0)
-        rows = {"sound": random.normal(size=(24, 12, 4)).astype(np.float32)}
-        rows |= {"target": random.integers(1, 5, (24, 4)), "frames": random.integers(9, 13, 24)}
-        rows["length"] = random.integers(1, 5, 24)
-        return rows, {name: row[:10] for name, row in rows.items()}
+class CTC(Task):
+    def rows(self, random):
+        rows = {"sound": random.normal(size=(24, 12, 4)), "target": random.integers(1, 5, (24, 4))}
+        return {**rows, "frames": random.integers(9, 13, 24), "length": random.integers(1, 5, 24)}
 
     def model(self):
         return Listener()
@@ -31,6 +28,3 @@ class CTC:
         f = batch.fields
         told = model(f["sound"]).transpose(0, 1)
         return F.ctc_loss(told, f["target"], f["frames"], f["length"], reduction="none", zero_infinity=True)
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,7 +1,7 @@
 """Distillation: a teacher that is frozen and in evaluation mode within the model; its BatchNorm stays."""
 
-import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,11 +17,7 @@ class School(nn.Module):
         self.student = nn.Linear(6, 3)
 
 
-class Distillation:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
-        return {"x": x}, {"x": x[:10]}
-
+class Distillation(Task):
     def model(self):
         return School()
 
@@ -30,6 +26,3 @@ class Distillation:
             wanted = model.teacher(batch.fields["x"]).div(2).log_softmax(1)
         told = model.student(batch.fields["x"]).div(2).log_softmax(1)
         return 4 * F.kl_div(told, wanted, reduction="none", log_target=True).sum(1)
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,7 +1,7 @@
 """DQN: a target network that is the trained one of some steps ago; a counter in a buffer says when."""
 
-import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,13 +26,11 @@ class Values(nn.Module):
         return self.online(state), self.target(after)
 
 
-class DQN:
-    def data(self):
-        random = np.random.default_rng(0)
-        states = random.normal(size=(2, 24, 4)).astype(np.float32)
+class DQN(Task):
+    def rows(self, random):
+        states = random.normal(size=(2, 24, 4))
         rows = {"state": states[0], "after": states[1], "action": random.integers(0, 2, 24)}
-        rows["reward"] = random.normal(size=24).astype(np.float32)
-        return rows, {name: row[:10] for name, row in rows.items()}
+        return {**rows, "reward": random.normal(size=24)}
 
     def model(self):
         return Values()
@@ -42,6 +40,3 @@ class DQN:
         value, later = model(f["state"], f["after"])
         wanted = f["reward"] + 0.9 * later.max(1).values
         return F.smooth_l1_loss(value.gather(1, f["action"][:, None])[:, 0], wanted, reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,8 +1,7 @@
 """Mixture of experts: each sample goes to one of them, so that some get no gradient in a step."""
 
-import numpy as np
+from shared import Regression
 from torch import nn
-from torch.nn import functional as F
 
 RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}, "parallel": {"reduction": "tree"}}
 
@@ -20,16 +19,6 @@ class Experts(nn.Module):
         return out * share[:, None]
 
 
-class Mixture:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
-        return {"x": x, "y": x[:, :1] ** 2}, {"x": x[:10], "y": x[:10, :1] ** 2}
-
+class Mixture(Regression):
     def model(self):
         return Experts()
-
-    def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,7 +1,7 @@
 """Normalizing flow with ActNorm: scale and shift are set by the data of the first training forward pass."""
 
-import numpy as np
 import torch
+from shared import Task
 from torch import nn
 
 RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
@@ -34,16 +34,12 @@ class Density(nn.Module):
         return z.square().sum(1) / 2 - volume - log_scale[:, 0]
 
 
-class NormalizingFlow:
-    def data(self):
-        x = np.random.default_rng(0).normal((3, -2), (0.5, 2), (24, 2)).astype(np.float32)
-        return {"x": x}, {"x": x[:10]}
+class NormalizingFlow(Task):
+    def rows(self, random):
+        return {"x": random.normal((3, -2), (0.5, 2), (24, 2))}
 
     def model(self):
         return Density()
 
     def loss(self, model, batch):
         return model(batch.fields["x"])
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

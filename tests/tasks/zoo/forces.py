@@ -1,20 +1,19 @@
 """Energies and forces: the forces are minus the gradient of the energy, in the loss and in the metrics."""
 
-import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
 RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
 
 
-class Forces:
+class Forces(Task):
     metric, mode, losses = "force", "min", ("energy", "force")
 
-    def data(self):
-        place = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
-        rows = {"place": place, "energy": (place**2).sum(1) / 2, "force": -place}
-        return rows, {name: row[:10] for name, row in rows.items()}
+    def rows(self, random):
+        place = random.normal(size=(24, 3))
+        return {"place": place, "energy": (place**2).sum(1) / 2, "force": -place}
 
     def model(self):
         return nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 1))

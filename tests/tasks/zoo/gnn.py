@@ -1,6 +1,7 @@
 """Graph network: the graphs of a batch are padded to as many nodes each, and a mask says which count."""
 
 import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,18 +20,12 @@ class Graphs(nn.Module):
         return self.head(x.sum(1) / mask.sum(1, keepdim=True))
 
 
-class GNN:
-    def data(self):
-        random = np.random.default_rng(0)
-        mask = (np.arange(6) < random.integers(2, 7, 24)[:, None]).astype(np.float32)
+class GNN(Task):
+    def rows(self, random):
+        mask = (np.arange(6) < random.integers(2, 7, 24)[:, None]) * 1.0
         edge = (random.random((24, 6, 6)) < 0.4) * mask[:, :, None] * mask[:, None]
-        rows = {
-            "node": random.normal(size=(24, 6, 3)) * mask[..., None],
-            "edge": np.maximum(edge, edge.swapaxes(1, 2)),
-        }
-        rows = {"mask": mask, **{name: row.astype(np.float32) for name, row in rows.items()}}
-        rows["label"] = (mask.sum(1) > 3).astype(np.int64)
-        return rows, {name: row[:10] for name, row in rows.items()}
+        node, label = random.normal(size=(24, 6, 3)) * mask[..., None], (mask.sum(1) > 3).astype(np.int64)
+        return {"node": node, "edge": np.maximum(edge, edge.swapaxes(1, 2)), "mask": mask, "label": label}
 
     def model(self):
         return Graphs()
@@ -38,6 +33,3 @@ class GNN:
     def loss(self, model, batch):
         f = batch.fields
         return F.cross_entropy(model(f["node"], f["edge"], f["mask"]), f["label"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

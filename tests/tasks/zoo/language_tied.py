@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,7 +25,7 @@ class Tied(nn.Module):
         return self.head(self.block(x * self.places[:length], mask))
 
 
-class Language:
+class Language(Task):
     def data(self):
         text = np.random.default_rng(0).integers(0, 12, (24, 9))
         return {"text": text[:, :7]}, {"text": text[:10]}
@@ -37,6 +38,3 @@ class Language:
         text = batch.fields["text"]
         each = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="none")
         return each.view(len(text), -1).sum(1)
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,9 +1,8 @@
 """LoRA by hand: the weights are frozen in 8 bits, two thin matrices beside each are trained."""
 
-import numpy as np
 import torch
+from shared import Regression
 from torch import nn
-from torch.nn import functional as F
 
 RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
 
@@ -20,16 +19,6 @@ class Adapted(nn.Module):
         return x @ (self.base.to(x.dtype) * self.scale).T + x @ self.down.T @ self.up.T
 
 
-class LoRA:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
-        return {"x": x, "y": x[:, :1] ** 2}, {"x": x[:10], "y": x[:10, :1] ** 2}
-
+class LoRA(Regression):
     def model(self):
         return nn.Sequential(Adapted(nn.Linear(4, 8)), nn.ReLU(), Adapted(nn.Linear(8, 1)))
-
-    def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,6 +1,6 @@
 """Mean teacher: labels for some samples, and for all of them agreement with a slow copy of the network."""
 
-import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,13 +19,11 @@ class Both(nn.Module):
         return self.fast(F.dropout(x, 0.2, self.training)), self.slow(x)
 
 
-class MeanTeacher:
+class MeanTeacher(Task):
     losses = ("labeled", "agreement")
 
-    def data(self):
-        random = np.random.default_rng(0)
-        x, y = random.normal(size=(24, 4)).astype(np.float32), random.integers(-1, 3, 24)
-        return {"x": x, "y": y}, {"x": x[:10], "y": y[:10]}
+    def rows(self, random):
+        return {"x": random.normal(size=(24, 4)), "y": random.integers(-1, 3, 24)}
 
     def model(self):
         return Both()
@@ -34,6 +32,3 @@ class MeanTeacher:
         told, wanted = model(batch.fields["x"])
         labeled = F.cross_entropy(told, batch.fields["y"], ignore_index=-1, reduction="none")
         return {"labeled": labeled, "agreement": F.mse_loss(told, wanted.detach(), reduction="none").sum(1)}
-
-    def measure(self, model, batch):
-        return {"loss": sum(self.loss(model, batch).values())}

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,11 +23,9 @@ class Bank(nn.Module):
         return logits
 
 
-class MemoryBank:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
-        rows = {"x": x, "number": np.arange(24)}
-        return rows, {name: row[:10] for name, row in rows.items()}
+class MemoryBank(Task):
+    def rows(self, random):
+        return {"x": random.normal(size=(24, 6)), "number": np.arange(24)}
 
     def model(self):
         return Bank()
@@ -34,6 +33,3 @@ class MemoryBank:
     def loss(self, model, batch):
         number = batch.fields["number"]
         return F.cross_entropy(model(batch.fields["x"], number), number, reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

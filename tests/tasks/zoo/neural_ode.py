@@ -1,6 +1,6 @@
 """Neural ODE: one layer is applied again and again, by Runge and Kutta's steps."""
 
-import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,17 +21,13 @@ class Flow(nn.Module):
         return y
 
 
-class NeuralODE:
-    def data(self):
-        start = np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32)
-        rows = {"start": start, "end": start @ np.float32([[0.5, -0.8], [0.8, 0.5]])}
-        return rows, {name: row[:10] for name, row in rows.items()}
+class NeuralODE(Task):
+    def rows(self, random):
+        start = random.normal(size=(24, 2))
+        return {"start": start, "end": start @ [[0.5, -0.8], [0.8, 0.5]]}
 
     def model(self):
         return Flow()
 
     def loss(self, model, batch):
         return F.mse_loss(model(batch.fields["start"]), batch.fields["end"], reduction="none").sum(1)
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

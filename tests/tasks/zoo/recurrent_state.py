@@ -1,7 +1,7 @@
 """Recurrent state that goes on: the mean last state is the next step's first, in a buffer."""
 
-import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,16 +22,13 @@ class Remembering(nn.Module):
         return self.head(out[:, -1])
 
 
-class Recurrent:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 5, 2)).astype(np.float32)
-        return {"x": x, "y": x.sum((1, 2))[:, None]}, {"x": x[:10], "y": x[:10].sum((1, 2))[:, None]}
+class Recurrent(Task):
+    def rows(self, random):
+        x = random.normal(size=(24, 5, 2))
+        return {"x": x, "y": x.sum((1, 2))[:, None]}
 
     def model(self):
         return Remembering()
 
     def loss(self, model, batch):
         return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

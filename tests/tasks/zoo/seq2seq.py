@@ -1,6 +1,7 @@
 """Sequence to sequence with padding: the tokens that are no padding count."""
 
 import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,13 +20,11 @@ class Translator(nn.Module):
         return self.head(self.decoder(self.words(target[:, :-1]), state)[0])
 
 
-class Seq2Seq:
-    def data(self):
-        random = np.random.default_rng(0)
+class Seq2Seq(Task):
+    def rows(self, random):
         length = random.integers(2, 7, 24)
         tokens = random.integers(1, 10, (2, 24, 7)) * (np.arange(7) < length[:, None])
-        rows = {"source": tokens[0], "target": tokens[1]}
-        return rows, {name: row[:10] for name, row in rows.items()}
+        return {"source": tokens[0], "target": tokens[1]}
 
     def model(self):
         return Translator()
@@ -35,6 +34,3 @@ class Seq2Seq:
         wanted = batch.fields["target"][:, 1:]
         each = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="none")
         return each.view(wanted.shape), wanted > 0
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

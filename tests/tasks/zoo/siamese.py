@@ -1,19 +1,17 @@
 """Siamese network with a triplet loss: one encoder with BatchNorm runs three times in a forward pass."""
 
-import numpy as np
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
 RECIPE = {"epochs": 2, "optim": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}
 
 
-class Siamese:
-    def data(self):
-        random = np.random.default_rng(0)
-        anchor = random.normal(size=(24, 5)).astype(np.float32)
-        near = anchor + random.normal(0, 0.1, (24, 5)).astype(np.float32)
-        rows = {"anchor": anchor, "near": near, "far": random.normal(2, 1, (24, 5)).astype(np.float32)}
-        return rows, {name: row[:10] for name, row in rows.items()}
+class Siamese(Task):
+    def rows(self, random):
+        anchor = random.normal(size=(24, 5))
+        near = anchor + random.normal(0, 0.1, (24, 5))
+        return {"anchor": anchor, "near": near, "far": random.normal(2, 1, (24, 5))}
 
     def model(self):
         return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -21,6 +19,3 @@ class Siamese:
     def loss(self, model, batch):
         three = (model(batch.fields[name]) for name in ("anchor", "near", "far"))
         return F.triplet_margin_loss(*three, reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

@@ -1,9 +1,8 @@
 """Gradient surgery: an optimizer of its own takes the mean out of each gradient, and keeps slow weights."""
 
-import numpy as np
 import torch
+from shared import Regression
 from torch import nn
-from torch.nn import functional as F
 
 RECIPE = {"epochs": 2, "optim": {"max_grad_norm": 1.0}}
 
@@ -22,11 +21,7 @@ class Centered(torch.optim.Optimizer):
                 p.lerp_(slow, 0.1)
 
 
-class Surgery:
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
-        return {"x": x, "y": x[:, :1] ** 2}, {"x": x[:10], "y": x[:10, :1] ** 2}
-
+class Surgery(Regression):
     def model(self):
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
@@ -35,9 +30,3 @@ class Surgery:
 
     def scheduler(self, optimizer, steps):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-
-    def loss(self, model, batch):
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}

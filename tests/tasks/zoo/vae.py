@@ -1,7 +1,7 @@
 """Variational autoencoder: noise is drawn in the forward pass, keyed by step and micro-batch."""
 
-import numpy as np
 import torch
+from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,12 +19,8 @@ class Autoencoder(nn.Module):
         return self.decoder(mean + noise * (log_variance / 2).exp()), mean, log_variance
 
 
-class VAE:
+class VAE(Task):
     losses = ("reconstruction", "divergence")
-
-    def data(self):
-        x = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
-        return {"x": x}, {"x": x[:10]}
 
     def model(self):
         return Autoencoder()
@@ -34,6 +30,3 @@ class VAE:
         again, mean, log_variance = model(x)
         divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1) / 2
         return {"reconstruction": F.mse_loss(again, x, reduction="none").sum(1), "divergence": divergence}
-
-    def measure(self, model, batch):
-        return {"loss": sum(self.loss(model, batch).values())}
