@@ -76,6 +76,17 @@ def test_text_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) 
 ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
 
 
+def test_templates_by_name_are_those_of_the_configuration(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sources = {"default": TEMPLATES["smollm2"], "tool_use": "{{ messages[0].content }} by {{ tools | length }}"}
+    said = [{"name": name, "template": source} for name, source in sources.items()]
+    chat = open_tokenizer(chat_folder(tmp_path, template="", chat_template=said))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        wanted = theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+        assert chat.render(TALK, tools=tools) == wanted
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_what_the_assistant_wrote_counts_with_its_end(family: str, tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path, family))

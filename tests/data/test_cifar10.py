@@ -6,8 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refused
+from trainer.config.data import DataConfig
 from trainer.data.formats.cifar10 import open_cifar10
+from trainer.data.sources import load_images
 
 FILES = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
 
@@ -26,9 +28,10 @@ def write(folder: Path) -> npt.NDArray[np.uint8]:
 def test_every_pixel_and_label(inner: str, tmp_path: Path) -> None:
     table = write(tmp_path / inner)
     (tmp_path / inner / "batches.meta.txt").write_text("\n".join("abcdefghij") + "\n\n")
-    train, test, classes = open_cifar10(tmp_path)
-    assert (len(train), len(test), classes) == (10, 2, tuple("abcdefghij"))
-    arrays = test.arrays
+    data = load_images(DataConfig(name="cifar10", path=tmp_path), 0)
+    assert (len(data.train), data.classes, data.channels) == (10, tuple("abcdefghij"), 3)
+    assert len(data.notes) == 1 and named(data.notes[0], "data_batch_1.bin 2 10,000 5 6")
+    arrays = data.evaluation.arrays
     assert arrays is not None and arrays["label"].tolist() == [0, 1]
     assert np.array_equal(arrays["image"], table[10:, 1:].reshape(2, 3, 32, 32).transpose(0, 2, 3, 1))
 

@@ -181,6 +181,12 @@ def test_what_is_no_file_is_named_before_it_is_read(few: int, tmp_path: Path) ->
         assert len(unreadable(os.fsencode(root), [*good, *bad])) == len(bad)
 
 
+def test_of_many_files_each_name_is_looked_up(tmp_path: Path) -> None:
+    root, names = class_folder(tmp_path, "0.jpg"), [b"a/0.jpg"] * 30_000
+    names[9:12] = [b"a/no.jpg"] * 3  # of three neighbors one is asked for its permissions
+    assert [number for number, _ in unreadable(os.fsencode(root), names)] == [9, 10, 11]
+
+
 def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest.CaptureFixture[str]) -> None:
     records = in_folder(broken)
     checked(records)

@@ -225,6 +225,7 @@ def test_boxes_that_are_left_out_are_counted(tmp_path: Path) -> None:
             task_of(tmp_path, on_corrupt=on_corrupt, corrupt_budget=0.1)
         task = task_of(tmp_path, on_corrupt=on_corrupt, corrupt_budget=0.3)
         for data in (task.train_data, task.evaluation_data):
+            assert cast(BoxedImages, data).pictures.most == 2, "they aren't read"
             left_out = cast(Any, data).left_out
             assert [each.count for each in left_out if "annotation 8 of image 7" in each.first] == [2]
 

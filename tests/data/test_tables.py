@@ -101,7 +101,7 @@ DAMAGED[4:68] = b"\xff" * 64
 
 # id: the content of a table, or its labels and the number of its classes, or what is told of it.
 TABLES: dict[str, tuple[bytes, Sequence[int], int, str]] = {
-    "csv floats": (b"path,label\nx,0.0\ny,5.0\nz,10\n", [0, 5, 10], 11, ""),
+    "csv floats": (b"path,label\nx,0.0\n\ny,5.0\nz,10\n", [0, 5, 10], 11, ""),
     "csv names": (b"label,path\ndog,x.jpg\ncat,y.jpg\n", [1, 0], 2, ""),
     "csv of Excel": (b"\xef\xbb\xbfpath,label\nx,20240201\ny,20240131\nz,007\n", [2, 1, 0], 3, ""),
     "csv in Latin-1": (b"path,label\nx.jpg,caf\xe9\n", [0], 1, ""),
