@@ -110,7 +110,11 @@ def test_what_a_row_teaches(row: Any, counts: str | None, names: str, chat: Chat
         with refused(file, "line 2:", names):
             tokenized(RowSplit((file,)), chat, "completions", 99)
     else:
-        assert texts(chat, RowSplit((file,))) == [f"the cat{END}", counts]
+        found = tokenized(RowSplit((file,)), chat, "completions", 500)
+        assert learned(found, chat) == [f"the cat{END}", counts]
+        assert found.text.counts is not None and found.text.begins is not None
+        predicted = [one[1:].sum() for one in np.split(found.text.counts, found.text.begins[1:])]
+        assert named(found.notes[0], f"2 {len(found.text.tokens)} {sum(predicted)}")
 
 
 @pytest.mark.parametrize("fault", [row for row, counts, _ in ROWS if counts is None])

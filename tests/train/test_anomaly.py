@@ -70,8 +70,8 @@ ENDS: dict[str, tuple[Recipe, Sequence[int], Harm, str, list[tuple[int, str, str
     "no row": (small(**SEED, log={"every": 50}), [15], "gradient", "16", [(16, "nonfinite", "stop")]),
     "leap": (watched(spike="stop", spike_history=10), [12], "leap", "13", [(13, "spike", "stop")]),
     "too many": (
-        *(watched(nonfinite="skip", most=2), [2, 6, 9], "gradient", "7 anomaly.most=2"),
-        [(3, "nonfinite", "skip"), (7, "nonfinite", "stop")],
+        *(watched(nonfinite="skip", most=2), [0, 6, 9], "gradient", "7 anomaly.most=2"),
+        [(1, "nonfinite", "skip"), (7, "nonfinite", "stop")],
     ),
     "off": (watched(nonfinite="off"), [3], "gradient", "evaluation finite", []),
     # Gradients that are bad whatever the scale, and a loss.

@@ -108,6 +108,14 @@ def test_what_does_not_fit_is_left(tmp_path: Path, source: Path, sections: dict[
     assert not any(tensor.any() for tensor in tensors.get(kind, {}).values()), "nothing of the other"
 
 
+def test_an_optimizer_without_state_leaves_none(tmp_path: Path) -> None:
+    plain = recipe(optim={"name": "sgd", "momentum": 0, "nesterov": False}, max_steps=5)
+    attempt(tmp_path / "source", plain, code=0)
+    tensors, _ = at_step_0(tmp_path / "run", recipe(), str(tmp_path / "source"))
+    assert_same_bits(tensors["model"], read(checkpoint_of(tmp_path / "source", 5)).tensors["model"])
+    assert not any(tensor.any() for tensor in tensors["optimizer"].values())
+
+
 @pytest.fixture
 def place(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with the recipe, and the run as `a`."""
