@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.test_arrow import pictures, write
 from tests.data.test_coco import told, written
-from tests.data.test_tokens import token_file
+from tests.data.test_tokenize import token_file
 from tests.helpers.batches import arrays_of
 from tests.helpers.image_folders import opened
 from trainer.config.recipe_file import load_recipe
