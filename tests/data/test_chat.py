@@ -320,7 +320,10 @@ ENDED_TWICE = (  # as Cohere's
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 # As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end.
-FOLLOWS = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+FOLLOWED = "}}{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+FOLLOWED = CHATML.replace(" + '<|im_end|>' + '\n'}}", FOLLOWED)
+LONGER = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")
+TWO = "<|answered|> <|turn|>"
 _SAYS = MARKS[0] + "{{ message.content }}"
 IN_BLOCKS = TEMPLATES["marked"].replace(_SAYS, _SAYS + MARKS[1] + MARKS[0])
 # Each call has an end, and a turn is written otherwise where it is the last one.
@@ -336,21 +339,10 @@ CALLS: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("
 CALLED = [TALK[0], {**ASKED, "tool_calls": CALLS}, *TALK[:2]]
 ENDED: dict[str, tuple[str, str, list[Any], list[int], str, int]] = {
     "roles": ("smollm2", MARKED_BY_ROLES, TALK, [1, 3], f"{FIRST}|<think>{LAST_ONE}", 2),
-    "twice": (
-        *("smollm2", ENDED_TWICE, TALK, [1, 3]),
-        f"{FIRST}<|answered|> <|turn|>|<think>{LAST_ONE}<|answered|> <|turn|>",
-        0,
-    ),
-    "where another follows": (
-        *("smollm2", CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + FOLLOWS), TALK, [1, 3]),
-        f"{FIRST}<|im_end|>|{LAST_ONE}",
-        1,
-    ),
-    "the longest of two": (  # as the library finds tokens; in a turn whose end is found by a probe
-        *("qwen3", TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>"), TALK, [1]),
-        f"{FIRST}<|im_end|>>",
-        0,
-    ),
+    "twice": ("smollm2", ENDED_TWICE, TALK, [1, 3], f"{FIRST}{TWO}|<think>{LAST_ONE}{TWO}", 0),
+    "where another follows": ("smollm2", FOLLOWED, TALK, [1, 3], f"{FIRST}<|im_end|>|{LAST_ONE}", 1),
+    # As the library finds tokens; in a turn whose end is found by a probe.
+    "the longest of two": ("qwen3", LONGER, TALK, [1], f"{FIRST}<|im_end|>>", 0),
     "several calls": ("smollm2", EACH_CALL, CALLED, [1], "add<|im_end|>take<|im_end|>", 0),
     # Of two blocks a turn, of which the first has no end.
     "several blocks": ("marked", IN_BLOCKS, TALK, [1, 3], f"{FIRST}<|im_end|>|{LAST_ONE}<|im_end|>", 2),
