@@ -23,14 +23,9 @@ import torch
 class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr, betas):
         super().__init__(params, {"lr": lr, "betas": betas})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["exp_avg"] = torch.zeros_like(p)
-
-    @staticmethod
-    def moments(parameter, group):
-        return 1
-
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["exp_avg"] = torch.zeros_like(p)
+    moments = staticmethod(lambda parameter, group: 1)
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
@@ -68,11 +63,9 @@ class ToLines:
     def open(self, about):
         self.file = Path(about["folder"], "lines.txt").open("a")
         return about["run_id"], "lines.txt"
-
     def log(self, rows):
         for row in rows:
             print(row["kind"], row["step"], file=self.file, flush=True)
-
     def close(self, status):
         self.file.close()
 """,

@@ -79,9 +79,7 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     assert {"config.yaml", "checksums.jsonl", "metrics.jsonl", "tensorboard"} <= there
 
 
-def test_a_run_needs_neither_the_variable_nor_its_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_needs_neither_variable_nor_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
 
     def about(text: str) -> Recipe:

@@ -138,16 +138,10 @@ def test_another_process_is_sent_what_is_defined_there(tmp_path: Path) -> None:
 
 
 def test_what_a_task_imports_from_its_folder_is_part_of_it(tmp_path: Path) -> None:
-    task = write(
-        tmp_path,
-        task="import torch, net\nfrom pkg.deep import thing\nfrom lay import one\n\n"
-        "def f():\n    from late import x\n"
-        "    import_module('named')\n    import os.path",
-        net="from helper import h",
-        helper="h = 1",
-        late="x = 1",
-        **dict.fromkeys(("named", "unused", "__init___in_pkg", "other_in_pkg", "one_in_lay"), ""),
-    )
+    text = "import torch, net\nfrom pkg.deep import thing\nfrom lay import one\n\n"
+    text += "def f():\n    from late import x\n    import_module('named')\n    import os.path"
+    empty = dict.fromkeys(("named", "unused", "__init___in_pkg", "other_in_pkg", "one_in_lay"), "")
+    task = write(tmp_path, task=text, net="from helper import h", helper="h = 1", late="x = 1", **empty)
     deep = {"__init___in_deep": "from . import thing", "thing_in_deep": "from ..near import n"}
     write(tmp_path / "pkg", near="n = 1", **deep)
     found = modules_beside(task)
@@ -167,12 +161,7 @@ def test_what_a_task_imports_from_its_folder_is_part_of_it(tmp_path: Path) -> No
 
 
 def test_names_made_at_run_time_take_in_the_folder(tmp_path: Path) -> None:
-    task = write(
-        tmp_path,
-        task="import models",
-        beside="",
-        __init___in_models="import importlib\nimportlib.import_module(f'models.{x}')",
-        a_in_models="",
-        b_in_models="broken(",
-    )
+    text = "import importlib\nimportlib.import_module(f'models.{x}')"
+    models = {"__init___in_models": text, "a_in_models": "", "b_in_models": "broken("}
+    task = write(tmp_path, task="import models", beside="", **models)
     assert sorted(modules_beside(task)) == ["models/__init__.py", "models/a.py", "models/b.py"]

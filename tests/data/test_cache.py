@@ -45,11 +45,8 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
 
 
 def read(place: Cached, name: str) -> bytes:
-    file = place.open(shard(name))
-    try:
-        return os.pread(file, SIZE + 1, 0)
-    finally:
-        os.close(file)
+    with os.fdopen(place.open(shard(name))) as file:
+        return os.pread(file.fileno(), SIZE + 1, 0)
 
 
 def kept(folder: Path) -> set[str]:

@@ -1,5 +1,6 @@
 """Promise: conversations become the tokens that transformers makes of them; what assistants wrote counts."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
 from tests.helpers.refusals import named, refused
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
 from trainer.data.formats.messages import Talk, sample_of
-from trainer.data.formats.turns import counted, turns, unread_keys
+from trainer.data.formats.turns import Learned, counted, learned, turns, unread_keys, with_stop
 from trainer.errors import BadInputError
 
 TALK = [
@@ -109,7 +110,7 @@ def test_what_the_assistant_wrote_counts_with_its_end(family: str, tmp_path: Pat
 def test_added_words_end_no_turn(family: str, tokens: list[str], said: str, end: str, tmp_path: Path) -> None:
     unended = "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}{% endfor %}"
     folder = chat_folder(tmp_path, family, None if end else unended)
-    add(folder, special=False, **{text: {} for text in tokens})
+    add(folder, special=False, **{key: {} for key in tokens})
     chat = open_tokenizer(folder)
     assert not set(tokens) & set(chat.ends)
     talk = [TALK[0], {"role": "assistant", "content": said}, *TALK[2:]]
@@ -330,7 +331,10 @@ ENDED_TWICE = (  # as Cohere's
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 # As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end.
-FOLLOWS = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+FOLLOWED = "}}{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+FOLLOWED = CHATML.replace(" + '<|im_end|>' + '\n'}}", FOLLOWED)
+LONGER = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")
+TWO = "<|answered|> <|turn|>"
 _SAYS = MARKS[0] + "{{ message.content }}"
 IN_BLOCKS = TEMPLATES["marked"].replace(_SAYS, _SAYS + MARKS[1] + MARKS[0])
 # Each call has an end, and a turn is written otherwise where it is the last one.
@@ -346,21 +350,10 @@ CALLS: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("
 CALLED = [TALK[0], {**ASKED, "tool_calls": CALLS}, *TALK[:2]]
 ENDED: dict[str, tuple[str, str, list[Any], list[int], str, int]] = {
     "roles": ("smollm2", MARKED_BY_ROLES, TALK, [1, 3], f"{FIRST}|<think>{LAST_ONE}", 2),
-    "twice": (
-        *("smollm2", ENDED_TWICE, TALK, [1, 3]),
-        f"{FIRST}<|answered|> <|turn|>|<think>{LAST_ONE}<|answered|> <|turn|>",
-        0,
-    ),
-    "where another follows": (
-        *("smollm2", CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + FOLLOWS), TALK, [1, 3]),
-        f"{FIRST}<|im_end|>|{LAST_ONE}",
-        1,
-    ),
-    "the longest of two": (  # as the library finds tokens; in a turn whose end is found by a probe
-        *("qwen3", TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>"), TALK, [1]),
-        f"{FIRST}<|im_end|>>",
-        0,
-    ),
+    "twice": ("smollm2", ENDED_TWICE, TALK, [1, 3], f"{FIRST}{TWO}|<think>{LAST_ONE}{TWO}", 0),
+    "where another follows": ("smollm2", FOLLOWED, TALK, [1, 3], f"{FIRST}<|im_end|>|{LAST_ONE}", 1),
+    # As the library finds tokens; in a turn whose end is found by a probe.
+    "the longest of two": ("qwen3", LONGER, TALK, [1], f"{FIRST}<|im_end|>>", 0),
     "several calls": ("smollm2", EACH_CALL, CALLED, [1], "add<|im_end|>take<|im_end|>", 0),
     # Of two blocks a turn, of which the first has no end.
     "several blocks": ("marked", IN_BLOCKS, TALK, [1, 3], f"{FIRST}<|im_end|>|{LAST_ONE}<|im_end|>", 2),
@@ -373,7 +366,7 @@ def test_the_end_of_a_turn_is_its_own_and_whole(name: str, tmp_path: Path) -> No
     folder = chat_folder(tmp_path, family, template)
     special = ["<|im_end|>>"] * (family == "qwen3")
     special += [f"<|{one}|>" for one in ("user", "assistant", "answered", "turn")] * (family == "smollm2")
-    add(folder, special=True, **{one: {} for one in special})
+    add(folder, special=True, **{key: {} for key in special})
     chat = open_tokenizer(folder)
     assert all_of(chat, talk, numbers) == (said, unended)
     if name in ("roles", "twice"):
@@ -397,3 +390,119 @@ def test_a_key_that_is_read_in_one_message_is_counted_for_the_others(tmp_path: P
     first, second = {**TALK[0], "name": "Al"}, {**TALK[2], "name": "Bo"}
     assert unread_of(chat, [first, TALK[1]], [1]) == []
     assert unread_of(chat, [first, TALK[1], second, TALK[3]], [1]) == ["'name' in messages"]
+
+
+# What TRL 1.16.0 counts of conversations with thinking, by its template of each model, which marks turns.
+# Templates here are short forms of the models' own.
+FOLDER = Path(__file__).with_name("turns_by_trl")
+RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "recorded.json").read_text())
+BY_TRL, TALKS = RECORDED["counted"], RECORDED["talks"]
+CASES = [(one, name) for one in BY_TRL for name in BY_TRL[one]]
+WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+THINKING = ("thinking", "several thinking", "inline", "tools")  # R1's prompt begins it
+
+
+def talk_of(messages: list[Any], **keys: Any) -> Talk:
+    sample = sample_of({"messages": messages, **keys}, "completions")
+    assert isinstance(sample, Talk)
+    return sample
+
+
+def opened(family: str, folder: Path) -> Chat:
+    """A small tokenizer with a family's tokens, and its template."""
+    template = "".join((FOLDER / f"{family}.jinja").read_text().splitlines())
+    bos, eos, *_ = special = RECORDED["tokens"][family]
+    chat_folder(folder, template=template, bos_token=bos, eos_token=eos)
+    add(folder, special=True, **{key: {} for key in special})
+    add(folder, special=False, **{key: {} for key in WORDS})
+    return open_tokenizer(folder)
+
+
+def counting(chat: Chat, sample: Learned) -> str:
+    found = counted(chat, sample.text, next(chat.encode([sample.text])), sample.spans)
+    assert not found.straddling and not found.unended
+    return str(chat.tokenizer.decode(found.ids[found.counts].tolist(), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_each_turn_is_learned_as_it_is_asked_for(family: str, name: str, tmp_path: Path) -> None:
+    """By what TRL's marked template of the family counts of it, but for what the prompt holds already."""
+    chat, talk = opened(family, tmp_path), talk_of(TALKS[name])
+    if family == "deepseek_r1_distill" and name not in THINKING:
+        with refused("message 2", "reasoning_content", "language.turns=each", by=ChatError):
+            list(learned(chat, talk, "completions", each=True))
+        return
+    samples = list(learned(chat, talk, "completions", each=True))
+    assert len(samples) == len(talk.counting)
+    for number, sample, theirs in zip(talk.counting, samples, BY_TRL[family][name], strict=True):
+        prompt = chat.render(talk.messages[:number], generation_prompt=True)
+        assert sample.text.startswith(prompt) and sample.spans == [(len(prompt), sample.spans[0][1])]
+        overlap = max(length for length in range(len(theirs)) if prompt.endswith(theirs[:length]))
+        assert counting(chat, sample) == theirs[overlap:].rstrip("\n")
+        assert not sample.reasons
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_conversation_as_one_sample(family: str, name: str, tmp_path: Path) -> None:
+    chat, talk = opened(family, tmp_path), talk_of(TALKS[name])
+    try:
+        (sample,) = learned(chat, talk, "completions", each=False)
+    except ChatError as error:
+        assert named(str(error), "language.turns=each")
+        if family != "deepseek_r1_distill" or name in THINKING:
+            assert list(learned(chat, talk, "completions", each=True))
+        return
+    unlike = 0
+    each = [counting(chat, one) for one in learned(chat, talk, "completions", each=True)]
+    for one, (begin, end) in zip(each, sample.spans, strict=True):
+        mark = next(mark for mark in chat.ends if one.endswith(mark))  # that a conversation may lack: told
+        whole = sample.text[begin:end].rstrip().removesuffix(mark)
+        unlike += one.removesuffix(mark).rstrip() != whole.rstrip()
+    assert sample.otherwise == unlike == (family == "qwen3" and name == "several")
+
+
+def test_thinking_that_no_template_reads_is_refused_with_what_helps(tmp_path: Path) -> None:
+    chat = open_tokenizer(chat_folder(tmp_path, template=CHATML))
+    with refused("message 2", "content", by=ChatError) as error:
+        list(learned(chat, talk_of(TALKS["thinking"]), "completions", each=False))
+    assert not named(str(error.value), "language.turns=each")
+    inline = talk_of(TALKS["inline"])
+    for each in (False, True):
+        assert all("well" in one.text for one in [*learned(chat, inline, "completions", each)][-1:])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_key_counts_as_read_where_it_changes_what_is_learned(number: int, tmp_path: Path) -> None:
+    """In what counts of its message; anywhere, of a message that doesn't count."""
+    mood, marked = "{{ message.mood or '' }}", TEMPLATES["marked"]
+    outside = marked.replace("{{ '' }}", mood).replace("<|im_start|>{{", mood + "<|im_start|>{{")
+    messages = [dict(one) for one in TALKS["several"]]
+    messages[number]["mood"] = "sad"
+    talk = talk_of(messages)._replace(counting=[1])
+    inside = marked.replace("<|im_end|>", mood + "<|im_end|>")
+    for template, unread in ((outside, number == 1), (inside, False)):
+        chat = open_tokenizer(chat_folder(tmp_path, template=template))
+        (sample,) = learned(chat, talk, "completions", each=False)
+        assert named(sample.reasons, "mood") == unread
+
+
+def test_an_assistant_who_speaks_first_is_learned_where_the_template_has_it_or_told(tmp_path: Path) -> None:
+    answer, rest = TALKS["several"][1], TALKS["several"]
+    for family, greeted in (("smollm2", False), ("marked", True)):
+        chat = open_tokenizer(chat_folder(tmp_path / family, family))
+        for each in (False, True):
+            samples = list(learned(chat, talk_of([answer, *rest]), "completions", each))
+            said = "".join(counting(chat, one) for one in samples)
+            assert said.count("because<|im_end|>") == 1 + greeted and said.endswith("so<|im_end|>")
+            assert sum(len(one.reasons) for one in samples) == (not greeted)
+            assert all("because" in one.text for one in samples)
+    with refused("message 1", by=ChatError):
+        list(learned(open_tokenizer(tmp_path / "smollm2"), talk_of([answer, rest[0]]), "completions", False))
+
+
+def test_a_template_without_ends_is_stopped_by_the_next_turn(tmp_path: Path) -> None:
+    glm, qwen = opened("glm4moe", tmp_path / "glm"), opened("qwen3", tmp_path / "qwen")
+    assert glm.turn_end is None and with_stop(glm).turn_end == glm.ends["<|user|>"]
+    assert with_stop(qwen).turn_end == qwen.turn_end == qwen.ends["<|im_end|>"]
+    endless = chat_folder(tmp_path / "plain", template=TEMPLATES["zephyr"].replace("eos_token", "''"))
+    assert with_stop(open_tokenizer(endless)).turn_end is None

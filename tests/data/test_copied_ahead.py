@@ -15,10 +15,10 @@ from trainer.data.device import copied_ahead
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
     streams: Any = getattr(device, "_side_stream", functools.cache(int))  # one for each device of a process
-    streams.cache_clear()
     with stubbed_cuda() as stub:
+        streams.cache_clear()
         yield stub
-    streams.cache_clear()
+        streams.cache_clear()
 
 
 def slots_of(cuda: Cuda, batches: int, slots: int) -> Iterator[tuple[torch.Tensor, int]]:

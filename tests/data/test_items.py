@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Callable
-from itertools import chain
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,9 @@ def recipe_of(**data: Any) -> Recipe:
 
 
 def batches_of(workers: int, first: int = 0, **methods: Any) -> list[list[bytes]]:
-    run = build_alone(recipe_of(workers=workers), task_of(**methods))
-    held = run.evaluation_share.batches()
-    batches = chain(run.loader(run.share.batches()[first:]), run.evaluation_loader(held))
-    try:
-        return [frozen(batch) for batch in batches]
-    finally:
-        run.close()
+    with closing(build_alone(recipe_of(workers=workers), task_of(**methods))) as run:
+        held = run.evaluation_loader(run.evaluation_share.batches())
+        return [*map(frozen, run.loader(run.share.batches()[first:])), *map(frozen, held)]
 
 
 def flip(sample: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Promise: data.limit trains and measures on a few evenly spaced samples of any data, always the same."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,7 +10,7 @@ import pytest
 
 from tests.data.test_arrow import pictures, write
 from tests.data.test_coco import told, written
-from tests.data.test_tokens import token_file
+from tests.data.test_tokenize import token_file
 from tests.helpers.batches import arrays_of
 from tests.helpers.image_folders import opened
 from trainer.config.recipe_file import load_recipe
@@ -48,35 +49,21 @@ def test_of_a_task() -> None:
     assert data_of(one, task)["training data"] != data_of(other, make_task(other))["training data"]
 
 
-def _hf(root: Path) -> Dataset:
-    folder = write(root / "train", pictures(9))
-    return ImageDataset(ArrowImages(folder, "image", "label"), 8, random_crop=False)
+def images_of(records: Records) -> Dataset:
+    return ImageDataset(records, 8, random_crop=False)
 
 
-def _coco(root: Path) -> Dataset:
+def coco_at(root: Path) -> Dataset:
     what = told()
     what["images"].reverse()  # the last one's boxes don't follow those of the first
     return BoxedImages(CocoPictures(written(root, what), "train", "fail", training=False), 32, 4, None)
 
 
-def _tokens(root: Path) -> Dataset:
-    return TokenDataset(token_file(root, np.arange(60)), 6, "uint16")
-
-
-def _items(root: Path) -> Dataset:  # noqa: ARG001
-    return ItemDataset(ArrayItems({"x": np.arange(18).reshape(9, 2)}), "training")
-
-
-def _of_files(kind: str) -> Any:
-    def make(root: Path, photographs: Path) -> Dataset:
-        return ImageDataset(opened(kind, photographs, root), 8, random_crop=False)
-
-    return make
-
-
-MAKERS: dict[str, Any] = {
-    **{kind: _of_files(kind) for kind in ("folder", "csv", "shards", "raw")},
-    **{make.__name__[1:]: make for make in (_hf, _coco, _tokens, _items)},
+MAKERS: dict[str, Callable[[Path], Dataset]] = {
+    "hf": lambda root: images_of(ArrowImages(write(root / "train", pictures(9)), "image", "label")),
+    "coco": coco_at,
+    "tokens": lambda root: TokenDataset(token_file(root, np.arange(60)), 6, "uint16"),
+    "items": lambda _: ItemDataset(ArrayItems({"x": np.arange(18).reshape(9, 2)}), "training"),
     "canvas": lambda _: BoxedImages(DigitsCanvas(0, 9), 96, 8, None),
     "noise": lambda _: BoxedImages(SyntheticPictures(32, 3, 9, 0), 32, 8, None),
     "arrays": lambda _: ArrayDataset({"x": np.arange(9), "label": np.arange(9) % 2}),
@@ -89,10 +76,9 @@ def batch(data: Dataset, samples: Any) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in out.items()}
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", ["folder", "csv", "shards", "raw", *MAKERS])
 def test_of_every_format(kind: str, tmp_path: Path, photographs: Path) -> None:
-    make = MAKERS[kind]
-    whole = make(tmp_path, photographs) if kind in _FILES else make(tmp_path)
+    whole = MAKERS[kind](tmp_path) if kind in MAKERS else images_of(opened(kind, photographs, tmp_path))
     count = min(4, len(whole) - 1)
     few, chosen = limited(whole, count), spread(len(whole), count)
     assert len(few) == count and few.fields == whole.fields
@@ -108,9 +94,6 @@ def test_of_every_format(kind: str, tmp_path: Path, photographs: Path) -> None:
         assert some.records.labels.tolist() == records.labels[chosen].tolist()
         assert some.records.upright == records.upright and some.records.absent() == ""
         assert some.left_out == getattr(whole, "left_out", None)
-
-
-_FILES = ("folder", "csv", "shards", "raw")
 
 
 def test_a_mosaic_is_of_the_few() -> None:

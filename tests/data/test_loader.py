@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -120,17 +121,13 @@ def test_a_batch_in_use_is_not_overwritten() -> None:
     what = source(Numbers(400))
     batches = what.share.batches()
     expected = iter(read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches))
-    loader = RingLoader(what, CPU, 2, LoaderConfig(prefetch=1, start_method="fork"))
-    running = loader(batches)
-    before = next(running)
-    try:
+    with closing(RingLoader(what, CPU, 2, LoaderConfig(prefetch=1, start_method="fork"))) as loader:
+        before = next(running := loader(batches))
         for number, batch in enumerate(running, 1):
             if number % 10 == 0:
                 torch.randn(200, 200) @ torch.randn(200, 200)
             assert frozen(before) == next(expected)
             before = batch
-    finally:
-        loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

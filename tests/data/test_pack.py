@@ -167,12 +167,8 @@ def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torn.write_bytes(b"\xff\xd8\xff")
     assert main(["data", "stats", str(tmp_path / "d"), "--json"]) == 0
     ((_, found),) = json.loads(capsys.readouterr().out).items()
-    assert (found["samples"], found["classes"], found["looked_at"], len(found["unreadable"])) == (
-        20,
-        10,
-        19,
-        1,
-    )
+    assert (found["samples"], found["classes"], found["looked_at"]) == (20, 10, 19)
+    assert len(found["unreadable"]) == 1
     pixels = np.concatenate([np.asarray(Image.open(path)).reshape(-1, 3) / 255 for path in files])
     assert np.allclose(found["mean"], pixels.mean(0), atol=1e-4)
     assert np.allclose(found["std"], pixels.std(0), atol=1e-4)

@@ -55,13 +55,10 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def got(server: Server, name: str = NAME, size: int | None = len(DATA)) -> bytes:
-    file = anonymous_file()
-    try:
-        sink = DownloadSink(file, size)
+    with os.fdopen(anonymous_file()) as file:
+        sink = DownloadSink(file.fileno(), size)
         fetch(join(f"{server.url}/at/", name), sink)
-        return os.pread(file, sink.done + 1, 0)
-    finally:
-        os.close(file)
+        return os.pread(file.fileno(), sink.done + 1, 0)
 
 
 @pytest.mark.parametrize("size", [len(DATA), None])

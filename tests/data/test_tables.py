@@ -196,11 +196,9 @@ def test_an_evaluation_set_is_numbered_by_the_names_of_train(tmp_path: Path) -> 
             assert cast(Any, more).labels.tolist() == [1]
 
 
-@pytest.mark.parametrize(
-    ("labels", "told"), [("02", "1 of 3 '1'"), (["a|b", "b"], "data.label_separator 1 2")]
-)
-def test_odd_classes_are_noted(labels: Sequence[str], told: str, tmp_path: Path) -> None:
-    (note,) = tables(tmp_path, [*zip("ab", labels, strict=True)], [*zip("cd", labels, strict=True)]).notes
+@pytest.mark.parametrize(("two", "told"), [("02", "1 of 3 '1'"), (["a|b", "b"], "data.label_separator 1 2")])
+def test_odd_classes_are_noted(two: Sequence[str], told: str, tmp_path: Path) -> None:
+    (note,) = tables(tmp_path, [*zip("ab", two, strict=True)], [*zip("cd", two, strict=True)]).notes
     assert named(note, told)
 
 
