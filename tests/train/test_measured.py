@@ -67,10 +67,6 @@ def shuffled(n: torch.Tensor) -> dict[str, Any]:
     return dict(pairs)
 
 
-def typed(kind: torch.dtype) -> Callable[[Numbered, torch.Tensor], dict[str, Any]]:
-    return lambda _, n: {"row": n.to(kind)}
-
-
 WHOLE = {"a": 6.0, "b": 7.0, "c": 8.0, "d": 9.0}
 Cases = dict[str, tuple[Callable[[Any, torch.Tensor], Any], dict[str, float] | str | None]]
 # What a batch is measured as, and the metrics; or what is said. None: the same on any number of ranks.
@@ -102,7 +98,8 @@ MEANS: Cases = {
 }
 OF_ROWS: Cases = {
     **{
-        f"rows of {str(kind)[6:]}": (typed(kind), None) for kind in (torch.bool, torch.int16, torch.complex64)
+        f"rows of {kind}": (lambda _, n, to=kind: {"row": n.to(getattr(torch, to))}, None)  # type: ignore[misc]
+        for kind in ("bool", "int16", "complex64")
     },
     "minus zero": (lambda _, n: {"row": torch.full((len(n),), -0.0)}, None),
     "rows in another order": (
