@@ -109,13 +109,12 @@ def test_what_does_not_fit_is_left(tmp_path: Path, source: Path, sections: dict[
 
 
 @pytest.fixture
-def place(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path, source: Path) -> Path:
     """The current folder, with the recipe, and the run as `a`."""
     values = recipe(checkpoint={"best": True}).model_dump(mode="json", exclude_none=True)
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
-    shutil.copytree(source, tmp_path / "a")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (here / "mine.yaml").write_text(yaml.safe_dump(values))
+    shutil.copytree(source, here / "a")
+    return here
 
 
 @pytest.mark.parametrize(
