@@ -21,17 +21,15 @@ from trainer.config.training import AverageConfig, OptimConfig
 from trainer.data.sampling.plan import Plan
 from trainer.models.gpt import GPT
 from trainer.models.images import build_model
+from trainer.optim import optimizers
 from trainer.optim.average import WeightAverage
 from trainer.optim.fused import AdamW
 from trainer.optim.optimizers import (
     LRScheduler,
-    bytes_of_moments,
     clip_gradients,
     layer_factors,
     make_optimizer,
-    moments_kept,
     parameter_groups,
-    undecayed,
 )
 from trainer.optim.schedules import schedule
 
@@ -295,12 +293,12 @@ def test_a_recipe_decays_what_its_source_does() -> None:
         gpt = GPT(load_recipe("gpt2-124m", []).language, 50304)
         vit = build_model(ModelConfig(name="vit_small"), 3, 1000)
         resnet = build_model(ModelConfig(name="resnet50"), 3, 1000)
-    spared = undecayed(load_recipe("gpt2-124m", []).optim, gpt)
+    spared = optimizers.undecayed(load_recipe("gpt2-124m", []).optim, gpt)
     assert (len(spared), sum(gpt.get_parameter(name).numel() for name in spared)) == (25, 19_200)
     few = {name for name, p in vit.named_parameters() if p.ndim < 2}
-    found = {*undecayed(load_recipe("vit-small", []).optim, vit)}
+    found = {*optimizers.undecayed(load_recipe("vit-small", []).optim, vit)}
     assert found == few | {"class_token", "encoder.pos_embedding"}
-    assert not undecayed(load_recipe("resnet50-imagenet", []).optim, resnet)
+    assert not optimizers.undecayed(load_recipe("resnet50-imagenet", []).optim, resnet)
 
 
 def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_name() -> None:
@@ -329,7 +327,7 @@ def test_sgd_is_torchs_with_either_momentum(nesterov: bool, momentum: float) -> 
 def test_momentum_begins_at_zero_where_the_first_update_is_skipped() -> None:
     """torch's fused SGD leaves it as memory happens to be, which is not NaN each time: looked at before."""
     model = nn.Linear(2, 2)
-    start = [parameter.detach().clone() for parameter in model.parameters()]
+    start = copy.deepcopy([*model.parameters()])
     optimizer, _ = optimizer_of(model, OptimConfig(name="sgd", momentum=0.9, weight_decay=0.1))
     momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
     scaler = GradScaler("cpu", init_scale=2.0)
@@ -420,7 +418,7 @@ def test_each_optimizer_says_what_it_keeps(settings: dict[str, Any]) -> None:
         id(p): sum(slot.numel() for slot in slots.values() if slot.ndim) / p.numel()
         for p, slots in optimizer.state.items()
     }
-    said = moments_kept(config, model)
+    said = optimizers.moments_kept(config, model)
     assert {p: n for p, n in said.items() if n} == {p: n for p, n in kept.items() if n}
     sizes = (round(kept.get(id(p), 0) * p.nbytes) for p in model.parameters())
-    assert bytes_of_moments(config, model) == sum(sizes)
+    assert optimizers.bytes_of_moments(config, model) == sum(sizes)

@@ -118,8 +118,5 @@ def test_the_flags_of_others_lead_to_ours(typed: str, meant: str, capsys: pytest
 
 
 def test_of_a_run_that_stays_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    refusal(
-        main(["train", "digits", "--fast-dev-run", "--out", "x"]),
-        capsys.readouterr().err,
-        "--fast-dev-run --out",
-    )
+    code = main(["train", "digits", "--fast-dev-run", "--out", "x"])
+    refusal(code, capsys.readouterr().err, "--fast-dev-run --out")
