@@ -60,16 +60,17 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in marked(12)["model"].items())
 
 
+ODD = [torch.zeros(2, dtype=torch.complex128), torch.zeros(2).to_sparse()]
+
+
 @pytest.mark.parametrize(
-    "tensors, state",
+    ("tensors", "state"),
     [
-        ({}, {"a": (1, 2)}),
-        ({}, {"a": float("nan")}),
-        ({}, {"a": "x" * (strict_json.LARGEST + 1)}),
+        *(({}, {"a": value}) for value in ((1, 2), float("nan"), "x" * (strict_json.LARGEST + 1))),
+        *(({"model": {"a": tensor}}, {}) for tensor in ODD),
         ({"../model": {}}, {}),
-        ({"model": {"a": torch.zeros(2, dtype=torch.complex128)}}, {}),
-        ({"model": {"a": torch.zeros(2).to_sparse()}}, {}),
     ],
+    ids=["tuple", "nan", "long", "complex", "sparse", "path"],
 )
 def test_what_would_not_come_back_is_refused(tmp_path: Path, tensors: Tensors, state: dict[str, Any]) -> None:
     with pytest.raises(ValueError):

@@ -4,8 +4,7 @@ import json
 import os
 import pickle
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from errno import EIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,15 +126,6 @@ def test_bad_sums_are_refused(tmp_path: Path, change: Callable[[str], str]) -> N
         read(path)
 
 
-@pytest.fixture
-def alarm() -> Iterator[None]:
-    """Ends the tests if something hangs."""
-    signal.alarm(300)
-    yield
-    signal.alarm(0)
-
-
-@pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*((name, "fifo") for name in FILES), (FILES[0], "link"), (FILES[2], "folder"), (FILES[3], "missing")],

@@ -53,14 +53,8 @@ def cut(
 ) -> "subprocess.CompletedProcess[str]":
     """A run that is sent a signal after a step at which a rank stands still: its launcher, or that rank."""
     beside = folder.with_name(f"beside-{step}")
-    process = preloaded.Popen(
-        [*RUN, "--out", str(folder), *words],
-        cwd=ROOT,
-        env=held(beside, step, rank),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    how: Any = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = preloaded.Popen([*RUN, "--out", str(folder), *words], env=held(beside, step, rank), **how)
     until(lambda: (beside / "held").exists() or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     # A kill finds the checkpoint before on the disk: a thread writes it while the training goes on.

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from tests.helpers.steps import go
 from tests.helpers.toys import make_recipe
 from trainer.distributed.parallel import World
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.step import train_step
 
 DIGITS: dict[str, Any] = {
     "epochs": 1,
@@ -29,18 +29,9 @@ def train_digits(
     recipe = make_recipe(**recipe_values)
     task = make_task(recipe)
     run = build(recipe, task, world, workers)
-    batches = run.loader(run.share.batches())
-    losses = []
-    for step in range(run.plan.steps):
-        before = run.state.loss.clone()
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss - before))
+    losses = go(run, range(run.plan.steps))
     share = run.evaluation_share
     with nullcontext() if run.state.average is None else run.state.average.in_place():
         metrics = evaluate(task, run.state.model, run.evaluation_loader, share, world, recipe.precision)
     run.loader.close()
-    return (
-        losses,
-        metrics,
-        {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()},
-    )
+    return losses, metrics, {name: t.clone() for name, t in run.state.model.state_dict().items()}

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.helpers.steps import go, saved
 from tests.helpers.toys import make_recipe
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.store import newest_good
@@ -21,7 +22,7 @@ from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate_run
 from trainer.train.saving import Checkpoints
 from trainer.train.state import Run, load_tensors, tensors_of
-from trainer.train.step import take_metrics, train_step
+from trainer.train.step import take_metrics
 
 STEPS = 4
 DIGITS: dict[str, Any] = {
@@ -76,14 +77,7 @@ def steps_of(world: World, sections: dict[str, Any]) -> tuple[Run, list[float]]:
     """Trains; the losses of each step."""
     recipe = make_recipe(**DIGITS | sections)
     run = build(recipe, make_task(recipe), world, 0)
-    run.replica.train()
-    batches = run.loader(run.share.batches())
-    losses = []
-    for step in range(STEPS):
-        before = float(run.state.loss)
-        train_step(run, batches, step)
-        losses.append(float(run.state.loss) - before)
-    return run, losses
+    return run, go(run, range(STEPS))
 
 
 def life_of(world: World, way: str, folder: Path) -> Life:
@@ -100,7 +94,7 @@ def life_of(world: World, way: str, folder: Path) -> Life:
     writer = BackgroundWriter(folder, 2, pytest.fail)
     checkpoints = Checkpoints(run, writer)
     checkpoints.save()
-    saved = {kind: {n: t.detach().clone() for n, t in g.items()} for kind, g in tensors_of(run.state).items()}
+    before = saved(run)
     assert checkpoints.newest() == STEPS
     checkpoints.close()
     found, skipped = newest_good(folder)
@@ -109,7 +103,7 @@ def life_of(world: World, way: str, folder: Path) -> Life:
     again = build(recipe, make_task(recipe), world, 0)
     load_tensors(again.state, STEPS, found.tensors)
     now = tensors_of(again.state)
-    same = all(torch.equal(t, now[kind][name]) for kind, group in saved.items() for name, t in group.items())
+    same = all(torch.equal(t, now[kind][name]) for kind, group in before.items() for name, t in group.items())
     run.close()
     again.close()
     return Life(losses, figures, same)

@@ -211,11 +211,9 @@ def test_groups_keep_their_rates_and_decay_when_split() -> None:
     factors = layer_factors(model, 0.5)
     names = {id(p): name for name, p in model.named_parameters()}
     matrices = {id(p) for p in hidden_matrices(model)}
-    seen = 0
-    for group in parameter_groups(config, model):
-        for p in group["params"]:
-            seen += 1
-            assert group["factor"] == factors[names[id(p)]]
-            assert group["orthogonal"] == (id(p) in matrices)
-            assert group["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0)
-    assert seen == len(names)
+    groups, own = parameter_groups(config, model), ("factor", "orthogonal", "weight_decay")
+    found = [(names[id(p)], *(group[key] for key in own)) for group in groups for p in group["params"]]
+    wanted = [
+        (name, factors[name], id(p) in matrices, 0.1 * (p.ndim >= 2)) for name, p in model.named_parameters()
+    ]
+    assert sorted(found) == sorted(wanted)

@@ -62,13 +62,9 @@ def task_of(kind: str) -> TokenTask:
 
 
 def recipe_of(reduction: str = "all_reduce", **parallel: Any) -> Recipe:
-    return make_recipe(
-        epochs=2,
-        data={"global_batch_size": 8, "micro_batch_size": 2},
-        optim={"lr": 0.01, "weight_decay": 0.1},
-        ema={"decay": 0.9},
-        parallel={"threads": 1, "reduction": reduction, **parallel},
-    )
+    data, optim = {"global_batch_size": 8, "micro_batch_size": 2}, {"lr": 0.01, "weight_decay": 0.1}
+    parallel = {"threads": 1, "reduction": reduction, **parallel}
+    return make_recipe(epochs=2, data=data, optim=optim, ema={"decay": 0.9}, parallel=parallel)
 
 
 def train(world: World, kind: str, steps: range, state: State | None, reduction: str) -> State:
@@ -147,17 +143,15 @@ def test_a_branch_left_out_on_one_rank_only_ends_in_one_line() -> None:
     port = free_port()
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(2)]
-    processes = [
-        context.Process(target=_alone_in_leaving, args=(number, port, pipe[1]))
-        for number, pipe in enumerate(pipes)
-    ]
+    ranks = [(number, port, pipe) for number, (_, pipe) in enumerate(pipes)]
+    processes = [context.Process(target=_alone_in_leaving, args=rank) for rank in ranks]
     for process in processes:
         process.start()
-    outcomes = [pipe[0].recv() if pipe[0].poll(300) else None for pipe in pipes]
+    first, second = (pipe.recv() if pipe.poll(300) else None for pipe, _ in pipes)
     for process in processes:
         process.kill()
         process.join()
-    assert outcomes[1] is not None and outcomes[1][0] == 2
-    assert named(outcomes[1][1], "branch.weight parallel.find_unused_parameters=true")
-    assert outcomes[0] is not None, "it hangs"
-    assert outcomes[0][0] == 2 or outcomes[0][2], outcomes[0]
+    assert second is not None and second[0] == 2
+    assert named(second[1], "branch.weight parallel.find_unused_parameters=true")
+    assert first is not None, "it hangs"
+    assert first[0] == 2 or first[2], first

@@ -196,14 +196,11 @@ def test_a_batchnorm_whose_statistics_are_replaced_is_refused_by_name() -> None:
     a_run(Own(model), 8)
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("starts from samples", "student.weight"),
-        ("decays", "student.weight"),
-        ("trained teacher", "teacher.weight, teacher.bias"),
-    ],
-)
+MOVED = {"starts from samples": "student.weight", "decays": "student.weight"}
+MOVED |= {"trained teacher": "teacher.weight, teacher.bias"}
+
+
+@pytest.mark.parametrize(("kind", "names"), MOVED.items())
 def test_trained_parameters_that_samples_move_are_refused_by_name(kind: str, names: str) -> None:
     with refused(f"{names} 2"):
         a_run(Own(Base, kind), 4)
@@ -342,14 +339,10 @@ def set_modes(how: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("how", "wanted"),
-    [
-        ("parts", (True, False, False, True)),
-        ("all", (True, True, True, True)),
-        ("all but one", (False, False, False, True)),
-    ],
-)
+MODES = {"parts": (True, False, False, True), "all": (True,) * 4, "all but one": (False, False, False, True)}
+
+
+@pytest.mark.parametrize(("how", "wanted"), MODES.items())
 def test_modes_stay_as_they_were_set(how: str, wanted: tuple[bool, ...]) -> None:
     run = looped(Own(set_modes, how), "1 steps", log={"every": 1})
     model: Any = run.state.model

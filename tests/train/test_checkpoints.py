@@ -17,10 +17,8 @@ from trainer.train.state import Run, load_state, numbers_of, tensors_of
 
 
 def small_run(**checkpoint: Any) -> Run:
-    recipe = make_recipe(
-        data={"global_batch_size": 4, "micro_batch_size": 2}, log={"every": 2}, checkpoint=checkpoint
-    )
-    return build_alone(recipe, TokenTask(32))
+    data = {"global_batch_size": 4, "micro_batch_size": 2}
+    return build_alone(make_recipe(data=data, log={"every": 2}, checkpoint=checkpoint), TokenTask(32))
 
 
 def test_only_rank_0_asks_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,14 +170,9 @@ def test_a_rank_imports_no_compiler(tmp_path: Path) -> None:
     skip_with_another_torch()
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     settings = ("max_steps=1", "data.limit=64", "device=cpu", "data.workers=0", "parallel.threads=1")
-    done = subprocess.run(
-        [sys.executable, "-c", RANK, "train", "digits", *(f"--set={setting}" for setting in settings)],
-        cwd=tmp_path,
-        env={**os.environ, **rank, "PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, "-c", RANK, "train", "digits", *settings]
+    how: Any = {"cwd": tmp_path, "env": {**os.environ, **rank, "PYTHONPATH": PATHS}}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, **how)
     told = [line for line in done.stdout.splitlines() if line.startswith("after ")]
     assert told == [f"after {optimizer} 0 []" for optimizer in ("adamw", "sgd", "muon")], done.stdout
 

@@ -1,4 +1,4 @@
-"""Promise: one command trains on real data, on one rank or several; the run folder holds everything."""
+"""Promise: one command trains on real data; the run folder holds everything, and a first try leaves none."""
 
 import os
 import re
@@ -14,33 +14,36 @@ import torch
 import yaml
 
 from tests.helpers import preloaded
-from tests.helpers.refusals import named
+from tests.helpers.refusals import named, refusal
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import manifest
+from trainer.cli import main
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
+from trainer.config.recipe_file import load_recipe, recipe_names
 from trainer.data.sources import load_images
 from trainer.models.images import build_model
+from trainer.train.options import fast_settings
 
 ROOT = Path(__file__).parents[2]
 
 
-def trained(folder: Path, *settings: str) -> Path:
-    """The run folder that a command made."""
-    command = [sys.executable, "-m", "trainer", "train", "digits", *settings]
-    done = preloaded.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def trained(folder: Path, *words: str, **environment: str) -> list[Path]:
+    """The run folders that a command made."""
+    command = [sys.executable, "-m", "trainer", "train", "digits", *words]
+    done = preloaded.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
     assert done.returncode == 0, done.stderr
-    (run,) = (path for path in (folder / "runs").iterdir() if not path.is_symlink())
-    return run
+    return [path for path in folder.glob("runs/*") if not path.is_symlink()]
 
 
 @pytest.mark.slow
 def test_digits_reach_98_percent(tmp_path: Path) -> None:
-    assert read_rows(trained(tmp_path))[-1]["accuracy"] >= 0.98
+    (folder,) = trained(tmp_path)
+    assert read_rows(folder)[-1]["accuracy"] >= 0.98
 
 
 def test_all_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
-    folder = trained(tmp_path, "epochs=2", "data.micro_batch_size=32", "parallel.threads=1")
+    (folder,) = trained(tmp_path, "epochs=2", "data.micro_batch_size=32", "parallel.threads=1")
     assert re.fullmatch(r"digits-[0-9a-f]{8}-1", folder.name)
     end = read_rows(folder)[-1]
     assert end["kind"] == "end"
@@ -89,3 +92,31 @@ def test_ctrl_c_while_it_imports_ends_it_at_once(tmp_path: Path, module: str, co
     assert (ended.returncode, ended.stdout) == (code, "")
     said = ended.stderr.splitlines()
     assert said == [] if code < 0 else len(said) == 1 and named(said[0], "SIGINT")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_can_be_tried(name: str) -> None:
+    whole = load_recipe(name, [])
+    tried = load_recipe(name, fast_settings(whole))
+    assert (tried.max_steps, tried.data.limit) == (1, whole.data.global_batch_size)
+
+
+def test_a_fast_try_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    trained(tmp_path, "--fast-dev-run", "parallel.threads=1", "seed=4", TMPDIR=str(tmp_path / "tmp"))
+    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+    assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("trainer-try")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("--fast_dev_run=1", "--fast-dev-run"), ("--ckpt_path", "--resume")]
+)
+def test_the_flags_of_others_lead_to_ours(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", typed])
+    refusal(int(str(ended.value)), capsys.readouterr().err, meant)
+
+
+def test_of_a_run_that_stays_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["train", "digits", "--fast-dev-run", "--out", "x"])
+    refusal(code, capsys.readouterr().err, "--fast-dev-run --out")

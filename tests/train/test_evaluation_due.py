@@ -50,14 +50,11 @@ def epoch_ends(plan: Plan, epochs: int) -> list[int]:
 @example(plan=Plan(10, 1, 1, 1, "cross", seed=0), every=3, unit="step")
 def test_the_next_evaluation_is_that_of_the_plain_definition(plan: Plan, every: int, unit: str) -> None:
     config = EvaluationConfig(every="end" if unit == "end" else f"{every} {unit}s")
-    due = {
-        "epoch": epoch_ends(plan, every),
-        "step": [step for step in range(1, plan.steps + 1) if step % every == 0],
-        "end": [],
-    }[unit]
-    due = sorted({*due, plan.steps})
+    steps = range(1, plan.steps + 1)
+    due = {"epoch": epoch_ends(plan, every), "step": [one for one in steps if one % every == 0], "end": []}
+    ends = sorted({*due[unit], plan.steps})
     for done in range(plan.steps):  # so a run resumed there evaluates where the unbroken one does
-        assert next_evaluation(config, plan, done) == min(step for step in due if step > done)
+        assert next_evaluation(config, plan, done) == min(step for step in ends if step > done)
 
 
 @pytest.mark.parametrize("every", [5, "0 steps", "1.5 epochs", "2 hours"])

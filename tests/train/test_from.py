@@ -117,13 +117,12 @@ def test_an_optimizer_without_state_leaves_none(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path, source: Path) -> Path:
     """The current folder, with the recipe, and the run as `a`."""
     values = recipe(checkpoint={"best": True}).model_dump(mode="json", exclude_none=True)
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
-    shutil.copytree(source, tmp_path / "a")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (here / "mine.yaml").write_text(yaml.safe_dump(values))
+    shutil.copytree(source, here / "a")
+    return here
 
 
 @pytest.mark.parametrize(

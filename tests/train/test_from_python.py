@@ -81,8 +81,7 @@ def process_state() -> dict[str, Any]:
     parts = (backends.cuda.matmul, cudnn, getattr(cudnn, "conv", None))
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-        "threads": torch.get_num_threads(),
-        "python's threads": threading.active_count(),
+        "threads": (torch.get_num_threads(), threading.active_count()),
         "random": [random.getstate(), numbers["state"]["key"].tolist(), torch.get_rng_state().tolist()],
         "deterministic": torch.get_deterministic_debug_mode(),
         "fill": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009

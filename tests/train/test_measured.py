@@ -67,10 +67,7 @@ def shuffled(n: torch.Tensor) -> dict[str, Any]:
     return dict(pairs)
 
 
-def typed(kind: torch.dtype) -> Callable[[Numbered, torch.Tensor], dict[str, Any]]:
-    return lambda _, n: {"row": n.to(kind)}
-
-
+EYE = torch.eye(13, 3)
 WHOLE = {"a": 6.0, "b": 7.0, "c": 8.0, "d": 9.0}
 Cases = dict[str, tuple[Callable[[Any, torch.Tensor], Any], dict[str, float] | str | None]]
 # What a batch is measured as, and the metrics; or what is said. None: the same on any number of ranks.
@@ -79,11 +76,7 @@ MEANS: Cases = {
     "some batches": (lambda _, n: values(n) if n[0] % 4 else {"a": n}, None),
     "one rank": (lambda _, n: {"a": n} if n[0] in (4, 12) else {}, {"a": 7.0}),
     "pairs": (
-        lambda _, n: {
-            "a": (n, n > 5),
-            "b": (n.double(), n),
-            "c": (n[:, None].expand(-1, 3), torch.eye(13, 3)[n]),
-        },
+        lambda _, n: {"a": (n, n > 5), "b": (n.double(), n), "c": (n[:, None].expand(-1, 3), EYE[n])},
         {"a": 9.0, "b": 650 / 78, "c": 1.0},
     ),
     "a pair once": (lambda _, n: {"a": (n, n > 3) if n[0] == 4 else n}, {"a": 6.0}),
@@ -102,7 +95,8 @@ MEANS: Cases = {
 }
 OF_ROWS: Cases = {
     **{
-        f"rows of {str(kind)[6:]}": (typed(kind), None) for kind in (torch.bool, torch.int16, torch.complex64)
+        f"rows of {kind}": (lambda _, n, to=kind: {"row": n.to(getattr(torch, to))}, None)  # type: ignore[misc]
+        for kind in ("bool", "int16", "complex64")
     },
     "minus zero": (lambda _, n: {"row": torch.full((len(n),), -0.0)}, None),
     "rows in another order": (

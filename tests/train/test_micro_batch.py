@@ -22,15 +22,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.start import job, micro_batch
-from trainer.train.start.micro_batch import (
-    Interrupted,
-    Trial,
-    first_that_fits,
-    judged,
-    micro_batch_sizes,
-    run_trial,
-    trial_recipe,
-)
+from trainer.train.start.micro_batch import Interrupted, Trial, first_that_fits, micro_batch_sizes, run_trial
 
 GIB = 1 << 30
 SMALL = ("model.width=4", "data.limit=64", "parallel.threads=1", "max_steps=2", "device=cpu")
@@ -64,7 +56,7 @@ def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: 
 
 def test_a_trial_has_the_steps_that_show_the_peak() -> None:
     def shape(size: int, **sections: Any) -> tuple[int, int, int]:
-        recipe = Recipe.model_validate(trial_recipe(small(**sections), size, 2))
+        recipe = Recipe.model_validate(micro_batch.trial_recipe(small(**sections), size, 2))
         assert recipe.max_steps is not None
         return recipe.data.micro_batch_size, recipe.data.global_batch_size, recipe.max_steps
 
@@ -73,7 +65,7 @@ def test_a_trial_has_the_steps_that_show_the_peak() -> None:
     assert shape(32, data=whole) == (32, 64, 2)  # which accumulates nothing
     assert shape(4, data=whole, parallel={"reduction": "tree"})[:2] == (4, 64)  # whose sums need the step
     assert shape(4, data=whole, compile={"mode": "max-autotune"})[2] >= 4
-    values = trial_recipe(small(data={"last_batch": "drop"}), 8, 1)
+    values = micro_batch.trial_recipe(small(data={"last_batch": "drop"}), 8, 1)
     assert values["data"]["last_batch"] == "cross"  # the step of a trial may be larger than the data
 
 
@@ -94,7 +86,7 @@ def test_the_first_that_fits_is_taken_and_no_smaller_one_is_tried() -> None:
     ("used", "fits"), [((15, 10), True), ((10, 15), True), ((15.2, 1), True), ((1, 15.3), False)]
 )
 def test_the_fullest_gpu_decides_with_five_percent_left(used: tuple[float, ...], fits: bool) -> None:
-    assert judged([{"used": one * GIB, "total": 16 * GIB} for one in used]).fits is fits
+    assert micro_batch.judged([{"used": one * GIB, "total": 16 * GIB} for one in used]).fits is fits
 
 
 ALONE = LocalRanks(1, 1, {"CUDA_VISIBLE_DEVICES": ""})

@@ -17,14 +17,19 @@ CPU = torch.device("cpu")
 FIRST, BLOCK, LAST = 2 * LENGTH * 3 * 6, 2 * LENGTH * 6 * 6, 2 * LENGTH * 6 * 4
 
 
-def counted(task: TokenTask) -> tuple[nn.Module, Count]:
-    model = task.model()
-    return model, count_operations(task, model, 4, CPU, parts(model, ROWS))
+def counted(**task: Any) -> tuple[nn.Module, Count]:
+    own = TokenTask(16, ragged=False, dtype=torch.float32, **task)
+    model = own.model()
+    return model, count_operations(own, model, 4, CPU, parts(model, ROWS))
+
+
+def told(model: nn.Module, count: Count, own: bool = False, **sections: Any) -> Any:
+    return describe_model(make_recipe(**sections), model, parts(model, ROWS), count, own_optimizer=own)
 
 
 def test_the_flops_of_each_part_are_those_by_hand() -> None:
     """The first layer has no gradient of its input; residual blocks share theirs with their neighbors."""
-    _, count = counted(TokenTask(16, ragged=False, blocks=2))
+    _, count = counted(blocks=2)
     assert count.by_part == {"0": 2 * FIRST, "2.0": 3 * BLOCK, "2.1": 3 * BLOCK, "3": 3 * LAST}
     assert sum(count.by_part.values()) == count.per_sample
 
@@ -38,31 +43,27 @@ def test_the_flops_of_each_part_are_those_by_hand() -> None:
     ],
 )
 def test_memory_is_what_the_first_step_holds(optim: Any, ema: Any, own: bool, copies: int) -> None:
-    model, count = counted(TokenTask(16, ragged=False, dtype=torch.float32, blocks=1))
-    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, optim=optim, ema=ema)
-    told = describe_model(recipe, model, parts(model, ROWS), count, own_optimizer=own)
+    model, count = counted(blocks=1)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 4}
+    total = told(model, count, own, data=sizes, optim=optim, ema=ema)["total"]
     numbers = sum(p.numel() for p in model.parameters())
-    assert told["total"]["parameters"] == told["total"]["trainable"] == numbers
-    assert told["total"]["bytes"] == copies * 4 * numbers
-    assert told["total"]["flops"] == 8 * count.per_sample
+    assert total["parameters"] == total["trainable"] == numbers
+    assert (total["bytes"], total["flops"]) == (copies * 4 * numbers, 8 * count.per_sample)
 
 
 def test_frozen_weights_have_no_gradients() -> None:
-    model, count = counted(TokenTask(16, ragged=False, dtype=torch.float32))
+    model, count = counted()
     next(model.children()).requires_grad_(False)
-    row = describe_model(make_recipe(), model, parts(model, ROWS), count)["rows"][0]
+    row = told(model, count)["rows"][0]
     assert (row["parameters"], row["trainable"], row["bytes"]) == (24, 0, 4 * 24)
 
 
 def test_muon_keeps_one_moment_of_a_matrix() -> None:
-    model, count = counted(TokenTask(16, ragged=False, dtype=torch.float32, blocks=1))
-    recipe = make_recipe(optim={"name": "muon"})
-    rows = describe_model(recipe, model, parts(model, ROWS), count)["rows"]
+    rows = told(*counted(blocks=1), optim={"name": "muon"})["rows"]
     block = next(row for row in rows if row["block"].startswith("2"))
     assert block["bytes"] == 4 * (36 * 3 + 6 * 4)
 
 
 def test_where_nothing_can_be_counted_nothing_is_claimed() -> None:
-    model = TokenTask(16).model()
-    told = describe_model(make_recipe(), model, parts(model, ROWS), Count())
-    assert {row["flops"] for row in (*told["rows"], told["total"])} == {None}
+    found = told(TokenTask(16).model(), Count())
+    assert {row["flops"] for row in (*found["rows"], found["total"])} == {None}

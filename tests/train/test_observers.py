@@ -44,18 +44,13 @@ def little_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(recipe: Recipe, task: Any, folder: Path, kind: ProfileKind | None = None) -> tuple[Any, Any]:
-    """Two steps of a run, with all that observes them or (no kind of profile) nothing.
-
-    Returns:
-        The state after them; and what was drawn from random generators before, and counted.
-    """
+    """The state after two steps, all or nothing observing them; and what was drawn before, and counted."""
     precision = recipe.precision.model_copy(update={"debug": kind is not None})
     recipe = recipe.model_copy(update={"precision": precision})
     PHASE_TIMER.reset()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
-    run = build_alone(recipe, task)
-    count = None
+    run, count = build_alone(recipe, task), None
     with ExitStack() as stack:
         stack.callback(run.close)
         if kind is None:
