@@ -41,7 +41,7 @@ def run_with_a_signal(world: World, rank: int, at: int, seconds: tuple[float, ..
     [(1, (0.0,), 300, 300), (2, (0.0,), 300, 10_003), (4, (0.002, 0.0), 300, 504), (2, (0.15, 0.12), 3, 9)],
 )
 def test_all_ranks_stop_after_the_same_step(
-    ranks: Ranks, size: int, seconds: tuple[float, ...], at: int, latest: int
+    ranks: Ranks, size: int, seconds: Any, at: int, latest: int
 ) -> None:
     """Within a second of the slowest, and ten thousand steps."""
     answers = ranks.run(size, run_with_a_signal, size - 1, at, seconds)

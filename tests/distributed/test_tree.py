@@ -88,10 +88,6 @@ class Sometimes(nn.Module):
             result = result + self.idle(self.norm(x))
         return result
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self(x)
-        return result
-
 
 def trained(world: World, model: Callable[[], nn.Module], reduction: str) -> dict[str, torch.Tensor]:
     task = TokenTask(32, ragged=False)

@@ -3,14 +3,14 @@
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -59,55 +59,33 @@ if train_step.__name__ == "train_step":  # else this process is the fork of one 
 """
 
 
-class CommandLine:
+def command_line(folder: Path, ranks: int, sleep: str, hang_s: float) -> Ending:
     """A user's run in a process of its own, with a fault put in by Python's own start."""
-
-    def __init__(self, ranks: int, sleep: str, hang_s: float) -> None:
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._folder = tempfile.TemporaryDirectory(prefix="hang-")
-        self._began, folder = time.monotonic(), Path(self._folder.name)
-        (folder / "sitecustomize.py").write_text(INJECTED.replace("SLEEP", sleep))
-        words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s={hang_s}"
-        words += " parallel.threads=1 model.width=4 log.to=[jsonl]"
-        self._process = preloaded.Popen(
-            [sys.executable, "-m", "trainer", *words.split(), "--out", folder / "run"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._said,
-        )
-
-    def over(self) -> bool:
-        return self._process.poll() is not None or time.monotonic() > self._began + SECONDS
-
-    def end(self) -> Ending:
-        with self._folder, self._process, self._said:
-            if self._process.poll() is None:
-                self._process.kill()
-            code = self._process.wait()
-            self._said.seek(0)
-            return Ending(code, self._said.read(), time.monotonic() - self._began)
+    (folder / "sitecustomize.py").write_text(INJECTED.replace("SLEEP", sleep))
+    words = f"train digits --nproc-per-node {ranks} data.micro_batch_size=32 parallel.hang_s={hang_s}"
+    words += f" parallel.threads=1 model.width=4 log.to=[jsonl] --out {folder / 'run'}"
+    options: dict[str, Any] = {
+        "cwd": ROOT,
+        "env": {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
+        "timeout": SECONDS,
+    }
+    done = preloaded.run([sys.executable, "-m", "trainer", *words.split()], **options)
+    return Ending(done.returncode, done.stderr, 0.0)
 
 
 @pytest.fixture(scope="module")
-def endings() -> dict[str, Ending]:
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
     """How the jobs of this file end: all at once, as they mostly wait."""
     preloaded.parent()  # it imports while the first jobs run
     hsdp = recipe_of(4.0, parallel={"strategy": "hsdp", "shard": 2})
-    jobs: dict[str, Job | CommandLine] = {
-        "sharded": Job(4, hsdp, *watched_hang(SHARDED)),
-        "stopped": Job(2, recipe_of(1.0), *watched_hang(STOPPED)),
-        "sleeps": CommandLine(2, "time.sleep", 2),
-        "holds the GIL": CommandLine(1, "ctypes.PyDLL(None).sleep", 1),
-    }
-    ended = dict[str, Ending]()
-    while len(ended) < len(jobs):
-        for name, job in jobs.items():
-            if name not in ended and job.over():
-                ended[name] = job.end()
-        time.sleep(0.02)
-    return ended
+    sharded = Job(4, hsdp, *watched_hang(SHARDED))
+    stopped = Job(2, recipe_of(1.0), *watched_hang(STOPPED))
+    with ThreadPoolExecutor() as pool:  # now that the jobs are forked
+        folders = (tmp_path_factory.mktemp("hang") for _ in range(2))
+        sleeps = pool.submit(command_line, next(folders), 2, "time.sleep", 2)
+        gil = pool.submit(command_line, next(folders), 1, "ctypes.PyDLL(None).sleep", 1)
+        ended = {"sharded": sharded.end(), "stopped": stopped.end()}
+        return {**ended, "sleeps": sleeps.result(), "holds the GIL": gil.result()}
 
 
 def test_a_hang_is_named(endings: dict[str, Ending]) -> None:

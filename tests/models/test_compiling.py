@@ -137,8 +137,7 @@ def one_rank_cannot(world: World) -> list[str]:
 
 def test_if_one_rank_cannot_compile_none_does(ranks: Ranks) -> None:
     first, second = ranks.run(2, one_rank_cannot)
-    assert "rank 1: no compiler was found" in first[0]
-    assert "no compiler was found" in second[0]
+    assert "rank 1: no compiler was found" in first[0] and "no compiler was found" in second[0]
 
 
 def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,12 +35,10 @@ def test_the_affine_grid_is_torchs() -> None:
 def test_fp32_means_fp32_and_tf32_is_asked_for() -> None:
     try:
         set_matmul_mode(PrecisionConfig(mode="tf32"))
-        assert torch.get_float32_matmul_precision() == "high"
-        assert torch.backends.cudnn.allow_tf32
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
     finally:
         set_matmul_mode(PrecisionConfig(mode="fp32"))
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.backends.cudnn.allow_tf32
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
     with refused("precision.mode=tf32"):
         check_precision(PrecisionConfig(mode="tf32"), torch.device("cpu"))
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import safetensors.torch
 import torch
@@ -188,11 +189,7 @@ HEADERS: list[tuple[dict[str, str], str, int]] = [
 
 
 @pytest.mark.parametrize(("headers", "message", "status"), HEADERS)
-def test_headers_of_a_hub_that_lead_astray_are_refused(
-    headers: dict[str, str], message: str, status: int
-) -> None:
-    import httpx2
-
+def test_headers_of_a_hub_that_lead_astray_are_refused(headers: Any, message: str, status: int) -> None:
     asked = httpx2.Request("GET", "http://hub/org/name/resolve/main/model.safetensors")
     with refused(message, by=ValueError):
         _check_answer(httpx2.Response(status, headers=headers, request=asked))
@@ -203,8 +200,6 @@ def test_headers_of_a_hub_that_lead_astray_are_refused(
 def test_a_hub_that_cannot_be_connected_to_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import httpx2
-
     asked = list[tuple[str, str]]()
 
     def unreachable(client: httpx2.Client, method: str, url: Any, **_: Any) -> None:  # noqa: ARG001
@@ -324,8 +319,7 @@ def test_two_processes_that_want_it_at_once_fetch_it_once(
         finally:
             web.app.going.set()
         first, second = (one.result(SECONDS) for one in found)
-    assert web.app.asked.total() == 1
-    assert first == second and first is not None
+    assert web.app.asked.total() == 1 and first == second and first is not None
     assert torch.equal(safetensors.torch.load_file(first.file)["a"], torch.arange(4))
 
 

@@ -1,6 +1,7 @@
 """Promise: COCO's figures by size are of the files' pixels, as pycocotools gives them for the same files."""
 
 import contextlib
+import copy
 import io
 import json
 from pathlib import Path
@@ -51,10 +52,10 @@ def test_the_twelve_are_those_of_pycocotools_on_the_files(tmp_path: Path, size: 
     data = BoxedImages(CocoPictures(tmp_path, "val", "fail"), size, 10, None)
     fields: Any = {name: np.zeros((len(data), *f.shape), f.dtype) for name, f in data.fields.items()}
     data.read(np.arange(len(data)), None, fields)
-    rows, answers = answer(fields)
+    rows, answers = answer(fields, size)
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(str(file))
-        oracle = COCOeval(truth, truth.loadRes(answers(SIZES, size)), "bbox")
+        oracle = COCOeval(truth, truth.loadRes(copy.deepcopy(answers)), "bbox")
         oracle.evaluate()
         oracle.accumulate()
         oracle.summarize()
@@ -62,11 +63,11 @@ def test_the_twelve_are_those_of_pycocotools_on_the_files(tmp_path: Path, size: 
     assert list(coco_figures(rows, 2).values()) == wanted
     assert list(average_precision(rows, 2).values()) == wanted[:2]
     told = results_of_rows(cast(Any, SimpleNamespace(evaluation_data=data)), rows)
-    assert [{**each, "bbox": pytest.approx(each["bbox"])} for each in told] == answers(SIZES, size)
+    assert [{**each, "bbox": pytest.approx(each["bbox"])} for each in told] == answers
     assert oracle.stats[3] > 0 and oracle.stats[5] > 0  # there are small and large ones
 
 
-def answer(fields: Any) -> tuple[dict[str, Any], Any]:
+def answer(fields: Any, size: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Boxes that lie nearly where the true ones do, as rows and as pycocotools takes them."""
     random = np.random.default_rng(5)
     true, count = np.asarray(fields[BOXES], np.float64), np.asarray(fields[COUNT])
@@ -80,17 +81,13 @@ def answer(fields: Any) -> tuple[dict[str, Any], Any]:
     rows = {"boxes": found, "scores": scores, "labels": labels, "true_boxes": true, "true_labels": labels}
     rows |= {"true_crowd": fields[CROWD], "true_area": fields[AREA], "true_count": count}
     rows["pixel"] = np.asarray(fields[PIXEL])[:, None]
-
-    def in_files(sizes: Any, size: int) -> list[dict[str, Any]]:
-        told = []
-        for i, (width, height) in enumerate(sizes):
-            factor = size / max(width, height)
-            across, down = max(1, round(width * factor)) / width, max(1, round(height * factor)) / height
-            for j in np.flatnonzero(scores[i] >= 0):
-                left, top, right, bottom = found[i, j] / [across, down, across, down]
-                box = [left, top, right - left, bottom - top]
-                entry = {"image_id": i + 1, "category_id": int(labels[i, j]) + 1, "bbox": box}
-                told.append({**entry, "score": float(scores[i, j])})
-        return told
-
-    return rows, in_files
+    told = []
+    for i, (width, height) in enumerate(SIZES):
+        factor = size / max(width, height)
+        across, down = max(1, round(width * factor)) / width, max(1, round(height * factor)) / height
+        for j in np.flatnonzero(scores[i] >= 0):
+            left, top, right, bottom = found[i, j] / [across, down, across, down]
+            box = [left, top, right - left, bottom - top]
+            entry = {"image_id": i + 1, "category_id": int(labels[i, j]) + 1, "bbox": box}
+            told.append({**entry, "score": float(scores[i, j])})
+    return rows, told

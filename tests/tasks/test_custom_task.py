@@ -66,8 +66,7 @@ def test_a_trial_leaves_no_trace(trained: bool) -> None:
         check(model=lambda _: nn.Sequential(part, nn.Linear(2, 1)))
     assert all(torch.equal(before[name], value) for name, value in part.state_dict().items())
     assert all(p.grad is None for p in part.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
 
 
 # A model that isn't new each time: what one run learns, the next one begins with.
@@ -250,8 +249,7 @@ def test_padding_never_comes_to_the_methods() -> None:
     half = Batch(fields, torch.tensor([1.0, 1, 0, 0]), None, 2)
     short = {name: value[:2] for name, value in fields.items()}
     assert torch.equal(task.loss(model, half), task.loss(model, Batch(short, None, None, 2)))
-    assert seen == [2, 2]
-    assert task.measure(model, half)["first"].tolist() == [0.0, 2.0, 0.0, 0.0]
+    assert seen == [2, 2] and task.measure(model, half)["first"].tolist() == [0.0, 2.0, 0.0, 0.0]
     assert float(task.loss(model, Batch(fields, torch.zeros(4), None, 0))) == 0
 
 

@@ -137,8 +137,7 @@ def test_what_cells_say_becomes_boxes() -> None:
 
     model, images = Says(ModelConfig(width=8), 1, 3), torch.zeros(2, 1, 32, 32)
     first, second = detections(model, images, most=5, least=0.1)
-    assert first.labels.tolist() == [2, 1]
-    assert first.boxes.tolist() == [[4, 4, 20, 20]] * 2
+    assert first.labels.tolist() == [2, 1] and first.boxes.tolist() == [[4, 4, 20, 20]] * 2
     torch.testing.assert_close(first.scores, torch.tensor([3.0, 1.0]).sigmoid())
     assert second.boxes.tolist() == [[0, 3, 32, 9]], "within the image"
     assert len(detections(model, images, most=1)[0].labels) == 1

@@ -116,8 +116,7 @@ def test_stochastic_depth_reaches_the_branches_of_known_models(name: str) -> Non
     hooked = [m for m in model.modules() if m._forward_hooks]
     assert bool(hooked) != bool(own)
     if own:
-        assert own[-1].p == 0.5
-        assert own[0].p == torchvisions[0] == 0
+        assert own[-1].p == 0.5 and own[0].p == torchvisions[0] == 0
         assert [m.p for m in own] == pytest.approx([0.5 * p / torchvisions[-1] for p in torchvisions])
     else:
         hooks = [next(iter(m._forward_hooks.values())) for m in hooked]

@@ -4,8 +4,6 @@ import torch
 from shared import Task
 from torch import nn
 
-RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
-
 
 class ActNorm(nn.Module):
     def __init__(self):

@@ -5,8 +5,6 @@ from shared import Task
 from torch import nn
 from torch.nn import functional as F
 
-RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
-
 
 class Forces(Task):
     metric, mode, losses = "force", "min", ("energy", "force")

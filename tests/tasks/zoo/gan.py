@@ -6,8 +6,6 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-RECIPE = {"epochs": 2}
-
 
 class GAN(Points):
     losses = ("critic", "generator")

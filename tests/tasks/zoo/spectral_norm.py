@@ -4,8 +4,6 @@ from shared import Regression
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
-
 
 class Lipschitz(Regression):
     def model(self):

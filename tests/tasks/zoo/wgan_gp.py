@@ -5,8 +5,6 @@ from shared import Halves, Points
 from torch import nn
 from torch.func import functional_call
 
-RECIPE = {"epochs": 2}
-
 
 class WassersteinGAN(Points):
     losses = ("critic", "penalty", "generator")
