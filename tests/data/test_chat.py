@@ -79,7 +79,7 @@ ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
 
 def test_templates_by_name_are_those_of_the_configuration(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sources = {"default": TEMPLATES["smollm2"], "tool_use": "{{ messages[0].content }} by {{ tools | length }}"}
+    sources = {"default": TEMPLATES["smollm2"], "tool_use": "{{ messages[0].content }} {{ tools | length }}"}
     said = [{"name": name, "template": source} for name, source in sources.items()]
     chat = open_tokenizer(chat_folder(tmp_path, template="", chat_template=said))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -234,7 +234,8 @@ def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(tmp_path: Pa
     refusal(done.code, f"{done.line}\n", "org/name")
 
 
-def test_a_run_whose_checkpoint_is_damaged_begins_with_them_again(tmp_path: Path, hub: Hub) -> None:
+@pytest.mark.usefixtures("hub")
+def test_a_run_whose_checkpoint_is_damaged_begins_with_them_again(tmp_path: Path) -> None:
     assert attempt(tmp_path / "whole", recipe_of()).code == 0
     assert attempt(tmp_path / "run", recipe_of(), stop_after=1).code == 75
     (file,) = (tmp_path / "run").glob("checkpoints/*/model.safetensors")

@@ -285,12 +285,26 @@ def test_an_evaluation_leaves_what_the_training_changes(said: list[str]) -> None
 
 
 def test_a_hook_that_calls_the_model_leaves_what_the_training_changes() -> None:
-    run = looped(Own(seeded(Counts)), "end")
+    run = looped(Own(Counts), "end")
     model: Any = run.state.model
     before = model.scale.clone()
     with shown_to_hooks(run):
         model(torch.ones(2, 4, dtype=F64))
     assert torch.equal(model.scale, before)
+
+
+class Polishes(Own):
+    """Its measure changes a weight."""
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            model.student.weight.mul_(0.9)  # type: ignore[union-attr, operator]
+        return super().measure(model, batch)
+
+
+def test_a_measure_that_changes_a_weight_is_named(said: list[str]) -> None:
+    CustomTask(Polishes(Base), "own").check()
+    assert len(said) == 1 and named(said[0], "measure student.weight")
 
 
 class Beside(Own):
