@@ -25,7 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePath
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -349,8 +349,6 @@ class _Walk:
             return _tensor(value)
         if isinstance(value, FunctionType | type | ModuleType):
             return self._code_token(value)
-        if isinstance(value, CodeType):
-            return scan(value).digest
         inner = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(inner, FunctionType) and not isinstance(value, nn.Module):  # lru_cache
             return f"{self._token(kind)} of {self._token(inner)}"
