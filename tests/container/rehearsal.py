@@ -9,13 +9,8 @@ import json
 import re
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from locks import digest_of, read_conda, read_toml
 
@@ -166,22 +161,6 @@ def commit(project: Path, *first: str) -> None:
     who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
     for words in (first or ("status",), ("add", "--all"), (*who, "commit", "--quiet", "--message", "small")):
         subprocess.run(["git", "-C", project, *words], check=True, capture_output=True)
-
-
-@contextmanager
-def served(folder: Path, host: str) -> Iterator[str]:
-    """Serves a folder over http; gives the address."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer((host, 0), partial(Quiet, directory=str(folder))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://{host}:{server.server_port}"
-        finally:
-            server.shutdown()
 
 
 def gateway() -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from tests.container.stand_in_conda import raw_zstd
 
 Contents = Mapping[str, bytes | str]  # by path; text is what a link points to
+Nodes = Mapping[str, bytes | str | tuple[bytes | None, int] | None]  # None: a folder; with a mode of its own
 
 
 def pack(
@@ -60,14 +61,17 @@ def pack(
     return hashlib.sha256(target.read_bytes()).hexdigest()
 
 
-def tarred(files: Contents, mode: Any) -> bytes:
-    """A tar of files and links."""
+def tarred(files: Nodes, mode: Any = "w") -> bytes:
+    """A tar of files, links and folders."""
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode=mode) as tar:
-        for path, data in files.items():
-            member = tarfile.TarInfo(path)
-            member.mode, member.mtime = (0o755 if path.startswith("bin/") else 0o644), 1_700_000_000
-            if isinstance(data, str):
+        for path, node in files.items():
+            member, own = tarfile.TarInfo(path), 0o755 if node is None or path.startswith("bin/") else 0o644
+            data, member.mode = node if isinstance(node, tuple) else (node, own)
+            member.mtime = 1_700_000_000
+            if data is None:
+                member.type = tarfile.DIRTYPE
+            elif isinstance(data, str):
                 member.type, member.linkname = tarfile.SYMTYPE, data
             else:
                 member.size = len(data)

@@ -93,7 +93,7 @@ class Job:
         self._deadline = self._began + seconds
         self.ranks = [
             multiprocessing.get_context("fork").Process(
-                target=_rank, args=(number, size, port, self.folder, self._words, recipe, faults)
+                target=train_silently, args=(number, size, port, self.folder, self._words, recipe, faults)
             )
             for number in range(size)
         ]
@@ -133,15 +133,16 @@ class Job:
         return Ending(exit_record.job_code(records), exit_record.exit_message(records, len(records)), took)
 
 
-def _rank(
+def train_silently(
     number: int,
     size: int,
     port: int,
     folder: Path,
-    words: Path,
+    words: Path | None,
     recipe: Recipe,
-    faults: tuple[Callable[[int], object], ...],
+    faults: Sequence[Callable[[int], object]],
 ) -> None:
+    """A rank of so many, in a fork that ends with it; `words` is the folder of the launch."""
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bootstrap import say_where_cuda_is
 from locks import get_uv, read_wheels
 
-from tests.container.rehearsal import served
 from tests.helpers.packages import wheel
+from tests.helpers.programs import folder_served, program, ran
 from tests.helpers.refusals import refusal
 from trainer.host.stacks import lock_hash
 
@@ -28,11 +27,6 @@ SCRIPTS = ROOT / "scripts"
 BASE = Path(getattr(sys, "_base_executable", sys.executable))
 UV = shutil.which("uv") or shutil.which("uv", path=Path(sys.prefix) / "bin")
 MAKE = shutil.which("make")
-
-
-def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
 
 @dataclass
@@ -83,7 +77,7 @@ class Project:
 
     def version(self, name: str) -> str:
         """The version that the environment imports; empty if it has none."""
-        return run(self.venv / "bin" / "python", "-c", f"import {name}; print({name}.version)").stdout.strip()
+        return ran(self.venv / "bin/python", "-c", f"import {name}; print({name}.version)").stdout.strip()
 
 
 @pytest.fixture
@@ -148,8 +142,7 @@ def test_a_changed_lock_updates_the_environment(with_uv: Project) -> None:
 
 def test_what_is_wrong_is_refused(with_uv: Project) -> None:
     assert with_uv.bootstrap("fruit", code=2).count("\n") == 1
-    program = with_uv.root / "scripts" / "bootstrap.py"
-    done = run(BASE, program, "--stack", "tinny", env=with_uv.env)
+    done = ran(BASE, with_uv.root / "scripts/bootstrap.py", "--stack", "tinny", env=with_uv.env)
     assert done.returncode == 2 and "'tiny'" in done.stderr and done.stderr.count("\n") == 1
     with_uv.wheel("apple", "1.0", script="# another file")
     assert "hash" in with_uv.bootstrap("test", code=1).lower()
@@ -164,8 +157,7 @@ def test_what_is_wrong_is_refused(with_uv: Project) -> None:
 def test_an_interrupted_install_is_repaired(with_uv: Project, tools: Path) -> None:
     with_uv.bootstrap("test")
     (tools / "uv").unlink()
-    (tools / "uv").write_text('#!/bin/sh\nkill -9 "$PPID"\n')
-    (tools / "uv").chmod(0o755)
+    program(tools / "uv", '#!/bin/sh\nkill -9 "$PPID"\n')
     with_uv.bootstrap("dev", code=-9)
     (with_uv.venv / "half").touch()
     (tools / "uv").unlink()
@@ -190,7 +182,7 @@ def index(project: Project) -> Iterator[Project]:
     page.mkdir(parents=True)
     for file in project.links.glob("uv-0.0.1-*_*.whl"):
         file.rename(page / file.name)
-    with served(project.links, "127.0.0.1") as address:
+    with folder_served(project.links) as address:
         project.env |= {"PIP_INDEX_URL": f"{address.replace('//', '//me:pw@')}/simple/"}
         yield project
 
@@ -255,7 +247,7 @@ PATCH = "import platform, runpy, sys, sysconfig; {}; runpy.run_path({!r}, run_na
 )
 def test_what_cannot_work_gets_one_line_that_names_the_container(patch: str, names: str) -> None:
     script = f"sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = ['bootstrap']; {patch}"
-    done = run(sys.executable, "-c", PATCH.format(script, str(SCRIPTS / "bootstrap.py")))
+    done = ran(sys.executable, "-c", PATCH.format(script, str(SCRIPTS / "bootstrap.py")))
     assert done.stdout == ""
     refusal(done.returncode, done.stderr, names)
 
@@ -263,12 +255,11 @@ def test_what_cannot_work_gets_one_line_that_names_the_container(patch: str, nam
 @pytest.mark.skipif(MAKE is None, reason="no make here")
 def test_a_shim_that_fails_is_skipped(with_uv: Project, tools: Path) -> None:
     shutil.copy(ROOT / "Makefile", with_uv.root)
-    (tools / "python3").write_text("#!/bin/sh\necho 'pyenv: not here' >&2\nexit 127\n")
-    (tools / "python3").chmod(0o755)
+    program(tools / "python3", "#!/bin/sh\necho 'pyenv: not here' >&2\nexit 127\n")
     (tools / f"python3.{sys.version_info[1]}").symlink_to(BASE)
     env = {**with_uv.env, "PATH": f"{tools}:/bin"}  # which has sh
     words = ["--no-print-directory", "venv", "STACK=tiny", "GROUPS=test"]
-    first, second = (run(MAKE, *words, cwd=with_uv.root, env=env) for _ in range(2))
+    first, second = (ran(MAKE, *words, cwd=with_uv.root, env=env) for _ in range(2))
     assert first.returncode == 0 and "pyenv" not in first.stdout + first.stderr, first.stderr
     assert with_uv.version("apple") == "1.0"
     assert second.stdout + second.stderr == ""

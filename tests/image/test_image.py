@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from image import Request, archive_words, build_words, check_facts, labels_of, mismatches, read_stack
 
+from tests.helpers.programs import program
 from tests.helpers.refusals import refused
 
 FACTS: dict[str, Any] = {
@@ -67,9 +68,9 @@ def test_a_build_gets_proxies_by_their_names_alone(monkeypatch: pytest.MonkeyPat
 def test_an_image_that_is_not_its_stack_loses_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    docker, facts, gone = tmp_path / "docker", tmp_path / "facts", tmp_path / "gone"
-    docker.write_text(f'#!/bin/sh\ncase $1 in run) cat "{facts}" ;; rmi) echo "$2" >>"{gone}" ;; esac\n')
-    docker.chmod(0o755)
+    facts, gone = tmp_path / "facts", tmp_path / "gone"
+    case = f'case $1 in run) cat "{facts}" ;; rmi) echo "$2" >>"{gone}" ;; esac'
+    program(tmp_path / "docker", f"#!/bin/sh\n{case}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     stack, request = read_stack(STACK), Request(STACK, "train")
     facts.write_text(json.dumps(FACTS))

@@ -23,15 +23,9 @@ HOST = re.compile(r"://|[a-z0-9-]+\.(org|com|io|net|dev)\b|--(extra-)?index-url|
 
 
 def environment(python: str, platform: tuple[str, str]) -> dict[str, str]:
-    return {
-        "python_version": python,
-        "python_full_version": f"{python}.7",
-        "platform_system": platform[0],
-        "sys_platform": platform[0].lower(),
-        "platform_machine": platform[1],
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-    }
+    about = {"python_version": python, "python_full_version": f"{python}.7", "platform_machine": platform[1]}
+    about |= {"platform_system": platform[0], "sys_platform": platform[0].lower()}
+    return {**about, "implementation_name": "cpython", "platform_python_implementation": "CPython"}
 
 
 def installed(wheels: list[Wheel], group: str, where: dict[str, str]) -> dict[str, str]:

@@ -4,27 +4,18 @@ import ast
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.engine_box import LISTED, Machine
-from tests.helpers.ports import free_port
+from tests.helpers.programs import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = shutil.which("make")
 
 
-@pytest.fixture
-def ports(machine: Machine) -> None:
-    """Ports that are free; the machine's variables name them."""
-    port = free_port()  # the first of four
-    machine.env |= {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
-
-
-@pytest.mark.usefixtures("ports")
 def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     port = machine.env["JUPYTER_PORT"]
     said = f"  http://127.0.0.1:{port}/lab?token=abc\n      http://127.0.0.1:8888/lab?token=abc\n"
@@ -41,7 +32,6 @@ def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     assert ["compose", *files, "up"] in [words[:6] for words in machine.asked()]
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
     machine.env["STACK"] = "torch2.6-cu124"
     machine.engine(image_inspect=(1, "", ""))
@@ -50,7 +40,6 @@ def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
         assert f"image.py build --stack torch2.6-cu124 --target {target}" in out
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> None:
     """.env may name it. What is given reaches Compose by its variables."""
     machine.engine()
@@ -63,7 +52,6 @@ def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> 
         assert [line for line in given if line.startswith("STACK=")] == stack
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_names_the_compose_project_once(machine: Machine) -> None:
     machine.engine()
     env, before = machine.root / ".env", "A=1\n\n# COMPOSE_PROJECT_NAME=x\n"
@@ -75,7 +63,6 @@ def test_up_names_the_compose_project_once(machine: Machine) -> None:
     assert env.read_text() == written
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_leaves_a_chosen_project_name(machine: Machine) -> None:
     machine.engine()
     env, text = machine.root / ".env", " export COMPOSE_PROJECT_NAME = 'mine' # ours\nA=1\n"
@@ -87,7 +74,6 @@ def test_up_leaves_a_chosen_project_name(machine: Machine) -> None:
     assert not env.exists()
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_keeps_the_project_that_runs_and_writes_through_no_link(machine: Machine) -> None:
     """With another name it would start a second JupyterLab; a linked .env belongs to other checkouts, too."""
     env, shared = machine.root / ".env", machine.tools / "shared.env"
@@ -99,7 +85,6 @@ def test_up_keeps_the_project_that_runs_and_writes_through_no_link(machine: Mach
     assert "COMPOSE_PROJECT_NAME" in machine.run("up")[0] and shared.read_text() == "A=1\n"
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_and_a_port_that_is_taken(machine: Machine) -> None:
     machine.engine()
     port = machine.env["JUPYTER_PORT"]
@@ -111,7 +96,6 @@ def test_up_and_a_port_that_is_taken(machine: Machine) -> None:
         assert ["--no-recreate"] in [words[-1:] for words in machine.asked()]
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_writes_no_env_that_compose_does_not_read(machine: Machine) -> None:
     machine.engine()
     out, _ = machine.run("up", COMPOSE_ENV_FILES="1")
@@ -119,6 +103,7 @@ def test_up_writes_no_env_that_compose_does_not_read(machine: Machine) -> None:
     assert not (machine.root / ".env").exists()
 
 
+SCRIPTS = ("scripts/runtime", "scripts/engine_checks", "scripts/locks")
 NEEDS_MAKE = pytest.mark.skipif(MAKE is None, reason="no make here")
 
 
@@ -128,9 +113,7 @@ def make(machine: Machine, *words: str, code: int = 0, **env: str) -> tuple[str,
     for name in ("awk", "grep"):
         if not (machine.tools / name).exists():
             (machine.tools / name).symlink_to(str(shutil.which(name)))
-    more, root = {**machine.env, **env}, machine.root
-    done = subprocess.run([MAKE, *words], cwd=root, env=more, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = ran(MAKE, *words, code=code, cwd=machine.root, env={**machine.env, **env})
     return done.stdout, done.stderr
 
 
@@ -196,13 +179,7 @@ def test_down_ends_what_compose_left(machine: Machine) -> None:
 
 def test_an_old_python_can_read_the_scripts() -> None:
     """With which `make up` and `make venv` are run."""
-    package = ("__init__", "version", "errors", "host/__init__", "host/stacks", "config/suggest")
-    names = [
-        "scripts/runtime",
-        "scripts/engine_checks",
-        "scripts/locks",
-        *(f"trainer/{one}" for one in package),
-    ]
-    for name in names:
+    names = ["__init__", "version", "errors", "host/__init__", "host/stacks", "config/suggest"]
+    for name in (*SCRIPTS, *(f"trainer/{one}" for one in names)):
         ast.parse((ROOT / f"{name}.py").read_text(), feature_version=(3, 9))
     ast.parse((ROOT / "scripts/bootstrap.py").read_text(), feature_version=(3, 6))

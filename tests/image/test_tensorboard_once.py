@@ -1,10 +1,11 @@
 """TensorBoard shows each run once, although runs/latest is a link to one and TensorBoard follows links."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 from tensorboard_once import walk
+
+from tests.helpers.programs import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,11 +27,8 @@ def test_links_inside_are_left_out_and_links_elsewhere_followed(tmp_path: Path) 
     (runs / "file").symlink_to(runs / "one/tensorboard/events.out.tfevents.1")
     (tmp_path / "link").symlink_to(runs)
     for top in (runs, tmp_path / "link"):
-        found = [
-            Path(folder).relative_to(top).as_posix()
-            for folder, files in walk(str(top))
-            if "tfevents" in str(files)
-        ]
+        seen = [folder for folder, files in walk(str(top)) if "tfevents" in str(files)]
+        found = [Path(folder).relative_to(top).as_posix() for folder in seen]
         assert found == ["far/three/tensorboard", "one/tensorboard", "two/tensorboard"]
     assert list(walk(str(tmp_path / "none"))) == []
 
@@ -40,7 +38,7 @@ def test_tensorboard_walks_so(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one/events.out.tfevents.1").touch()
     (tmp_path / "latest").symlink_to("one")
-    program = f"""
+    code = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "scripts")!r})
 import tensorboard_once
@@ -49,7 +47,5 @@ tensorboard_once.tensorboard.run_main = lambda: None
 tensorboard_once.main()
 print(sys.argv, [str(one) for one in io_wrapper.GetLogdirSubdirectories({str(tmp_path)!r})])
 """
-    said = subprocess.run(
-        [sys.executable, "-c", program, "--logdir=x"], capture_output=True, text=True, check=True
-    ).stdout
+    said = ran(sys.executable, "-c", code, "--logdir=x", code=0).stdout
     assert said == f"['tensorboard', '--logdir=x', '--load_fast=false'] ['{tmp_path}/one']\n"

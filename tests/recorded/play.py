@@ -31,7 +31,7 @@ _SECONDS = 900  # for one command, on a machine that does much else
 _AT_ONCE = 2  # recipes that are played side by side
 _ENDS = {"done": (0,), "stop": (75,), "restart": (0,), "kill": (1,), "raise": (1,), "term": (75, 0)}
 _LEARNED = ("kind", "step", "epoch", "loss", "lr", "updates", "grad_norm", "loss_scale")
-_SETS_OF_ROWS = ("metrics", "evaluations", "hooks", "answers", "anomalies", "quarantine", "checksums")
+ROWS = ("metrics", "evaluations", "hooks", "answers", "anomalies", "quarantine", "checksums")
 
 
 class Workplace:
@@ -222,7 +222,7 @@ def compare(whole: Path, parts: Path) -> None:
     weights = [read_run(run)["weights"] for run in (whole, parts)]
     if weights[0] != weights[1] or not weights[0]:
         raise WrongError(f"weights: {weights[0]}, in parts {weights[1]}")
-    for name in _SETS_OF_ROWS:
+    for name in ROWS:
         rows = [read_rows(run, name) for run in (whole, parts)]
         if rows[0] != rows[1]:
             first = next((pair for pair in zip(*rows, strict=False) if pair[0] != pair[1]), None)
