@@ -71,12 +71,7 @@ class Job:
                 *("run", "--detach", "--name", name, "--hostname", f"{self.name}-{index}"),
                 # The headless Service's name of the pod.
                 *("--network", self.name, "--network-alias", f"{self.name}-{index}.{self._pod['subdomain']}"),
-                *(
-                    "--user",
-                    f"{user['runAsUser']}:{user['runAsGroup']}",
-                    "--group-add",
-                    self._pod["securityContext"]["fsGroup"],
-                ),
+                *("--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--group-add", user["fsGroup"]),
                 *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
                 *("--cpus", limits["cpu"], "--memory", limits["memory"].removesuffix("i")),
                 *("--shm-size", "1g", "--stop-timeout", self._pod["terminationGracePeriodSeconds"]),

@@ -117,9 +117,8 @@ def push_bases(stand_in: str, registry: str, folder: Path) -> dict[str, str]:
         remote = f"{registry}/{name if '/' in name else f'library/{name}'}"
         given = f"type=image,name={remote},push=true,compression=gzip"
         engine("buildx", "build", "--quiet", "--provenance=false", "--output", given, folder)
-        digests[name] = json.loads(
-            engine("buildx", "imagetools", "inspect", remote, "--format", "{{json .Manifest.Digest}}")
-        )
+        asked = ("buildx", "imagetools", "inspect", remote, "--format", "{{json .Manifest.Digest}}")
+        digests[name] = json.loads(engine(*asked))
     return digests
 
 
@@ -134,9 +133,8 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace(f'"{COPIES[STACKS[0]]}"', f'"{STACKS[0]}"'))
     head = (ROOT / "Dockerfile").read_text().partition("# PyTorch and what the trainer needs")[0]
-    head = head.replace(
-        '/opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools', "true"
-    )
+    uv = '/opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools'
+    head = head.replace(uv, "true")
     for name, digest in digests.items():
         head = re.sub(rf"(?<= {re.escape(name)}@)sha256:\w+", digest, head)
     (folder / "Dockerfile").write_text(head + TAIL)
@@ -148,10 +146,9 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
     small = folder / "scripts" / "rehearsal"
     small.mkdir()
     (folder / "scripts/image_facts.py").write_text(f"print({json.dumps(facts)!r})\n")
-    for program, text in (
-        ("dumb-init", INIT), ("trainer", TRAINER), ("jupyter", SERVER), ("tensorboard", SERVER),
-    ):  # fmt: skip
-        (small / program).write_text(text)
+    programs = {"dumb-init": INIT, "trainer": TRAINER, "jupyter": SERVER, "tensorboard": SERVER}
+    for name, text in programs.items():
+        (small / name).write_text(text)
     commit(folder, "init", "--quiet")
     return folder
 

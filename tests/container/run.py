@@ -4,18 +4,16 @@ import http.client
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from tests.helpers.programs import ran
 
 # Words of Python's logging, and the letters that JupyterLab and TensorBoard write instead.
 _TROUBLE = re.compile(
     r"\b(WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|Warning\b|Error\b|\[[WE] \d|^[WE]\d{4} ", re.I
 )
-# What is well known and of no consequence.
-_HARMLESS = (
-    r"TensorFlow installation not found",  # TensorBoard, always
-)
+_HARMLESS = (r"TensorFlow installation not found",)  # TensorBoard, always
 
 
 def trouble(text: str, expected: Iterable[str] = ()) -> list[str]:
@@ -32,13 +30,7 @@ def check_log(text: str, *expected: str) -> str:
 
 
 def engine(
-    *words: object,
-    code: int | None = 0,
-    expected: Iterable[str] = (),
-    stdin: str | None = None,
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 1200,
+    *words: object, code: int | None = 0, expected: Iterable[str] = (), timeout: float = 1200, **options: Any
 ) -> str:
     """Runs `docker words…`; returns stdout and stderr together.
 
@@ -46,25 +38,12 @@ def engine(
         words: What follows `docker`.
         code: The exit code that is right; None for any.
         expected: Patterns of lines that may warn or tell of an error.
-        stdin: What the program reads.
-        cwd: Where it runs.
-        env: All of its environment; None: that of the test.
         timeout: Seconds until it is killed.
+        options: Of `subprocess.run`: where it runs, and all of its environment.
     """
-    done = subprocess.run(
-        ["docker", *map(str, words)],
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=env,
-        timeout=timeout,
-    )
-    assert code in (None, done.returncode), f"exit code {done.returncode}, not {code}:\n{done.stdout}"
-    return check_log(done.stdout, *expected)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    more = {"capture_output": False, "timeout": timeout, **streams, **options}
+    return check_log(ran("docker", *words, code=code, **more).stdout, *expected)
 
 
 class Answer(NamedTuple):

@@ -74,18 +74,15 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program = shutil.which("docker-registry")
     mirrors = engine("info", "--format", "{{json .RegistryConfig.Mirrors}}")
     if program is None or REGISTRY not in mirrors:
-        pytest.skip(
-            "needs docker-registry (a package of Debian's) and the engine of tests/container/engine.sh"
-        )
+        pytest.skip("needs docker-registry (of Debian's) and the engine of tests/container/engine.sh")
     folder = tmp_path_factory.mktemp("registry")
     storage = f"{{filesystem: {{rootdirectory: {folder}/blobs}}}}"
     text = f"version: 0.1\nstorage: {storage}\nhttp: {{addr: '{REGISTRY}'}}\n"
     (folder / "config.yml").write_text(text)
-    with subprocess.Popen(
-        [program, "serve", folder / "config.yml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        until(lambda: engine("buildx", "imagetools", "inspect", f"{REGISTRY}/no:no", code=1, expected=[".*"])
-              .endswith(": not found\n"))  # fmt: skip
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    nothing = ("buildx", "imagetools", "inspect", f"{REGISTRY}/no:no")
+    with subprocess.Popen([program, "serve", folder / "config.yml"], **silent) as process:
+        until(lambda: engine(*nothing, code=1, expected=[".*"]).endswith(": not found\n"))
         yield REGISTRY
         process.terminate()
     shutil.rmtree(folder)

@@ -16,6 +16,7 @@ from locks import canonical, read_wheels
 
 from tests.container.run import engine
 from tests.helpers.packages import wheel
+from tests.helpers.programs import ran
 
 pytestmark = pytest.mark.container
 
@@ -42,11 +43,6 @@ READ_ONLY = ["--read-only", "--tmpfs=/tmp:exec", "--tmpfs=/cache:exec", "--tmpfs
 
 def configuration(image: str) -> Any:
     return json.loads(engine("image", "inspect", image))[0]["Config"]
-
-
-def script(*words: str | Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 # The image's own user, root, and two whom nobody knows: of root's group, as on OpenShift, and of no group.
@@ -119,11 +115,9 @@ def test_packages_go_on_top_and_leave_the_images_as_they_are(train_image: str, t
     out = engine("run", *LIMITED, *mount, train_image, *pip, "torch==2.0.0", code=1, expected=["ERROR: "])
     assert "(constraint) torch==2.9.1" in out
     held = engine("run", *LIMITED, train_image, "cat", "/opt/image/constraints.txt").split()
-    locked = {
-        f"{canonical(one.name)}=={one.version}"
-        for one in read_wheels((ROOT / "stacks" / STACK / "wheels.lock").read_text())
-        if {"train", "image"} & set(one.groups)
-    }
+    wheels = read_wheels((ROOT / "stacks" / STACK / "wheels.lock").read_text())
+    wheels = [one for one in wheels if {"train", "image"} & set(one.groups)]
+    locked = {f"{canonical(one.name)}=={one.version}" for one in wheels}
     assert {line for line in held if line.startswith(("torch", "nvidia-", "triton", "numpy"))} <= locked
     assert len(held) > 80
 
@@ -134,10 +128,8 @@ def test_an_image_of_ones_own_is_four_lines(train_image: str, tmp_path: Path) ->
     lines = page.partition("```dockerfile\n")[2].partition("```")[0]
     assert lines.startswith(f"FROM {train_image}\n")
     wheel(tmp_path, "einops", "1.0", "torch")
-    (tmp_path / "Dockerfile").write_text(lines.replace("USER 0\n", "USER 0\nCOPY *.whl /tmp/\n", 1))
-    name = "trainer:with-einops"
+    text, name = lines.replace("USER 0\n", "USER 0\nCOPY *.whl /tmp/\n", 1), "trainer:with-einops"
     local = ["--build-arg", "PIP_NO_INDEX=1", "--build-arg", "PIP_FIND_LINKS=/tmp"]
-    text = (tmp_path / "Dockerfile").read_text()
     (tmp_path / "Dockerfile").write_text(text.replace("COPY", "ARG PIP_NO_INDEX PIP_FIND_LINKS\nCOPY"))
     engine("buildx", "build", *local, "--tag", name, "--load", tmp_path, expected=["WARN", "WARNING"])
     where = "import einops, os; print(einops.__file__, os.getuid())"
@@ -191,9 +183,7 @@ def test_what_must_hold_is_set_without_secrets(train_image: str, dev_image: str)
             "TRITON_CACHE_DIR",
             "TORCHINDUCTOR_CACHE_DIR",
         } <= environment.keys()
-        assert not [
-            name for name in environment if any(word in name for word in ("TOKEN", "KEY", "SECRET", "PASS"))
-        ]
+        assert not [name for name in environment if re.search("TOKEN|KEY|SECRET|PASS", name)]
         assert found["User"] == "1000:1000"
         assert not found.get("Volumes")
 
@@ -242,9 +232,8 @@ def test_what_is_built_above_the_wheels_is_the_same_each_time(tmp_path: Path) ->
 def test_a_wrong_stack_is_a_line_before_any_package_is_downloaded(argument: str) -> None:
     """Compose builds without image.py, which would have said so."""
     base = os.environ.get("TRAINER_STAND_IN")
-    given = [
-        f"--build-context={name}=docker-image://{base}" for name in ("conda-base", "debian-base") if base
-    ]
+    bases = ("conda-base", "debian-base") if base else ()
+    given = [f"--build-context={name}=docker-image://{base}" for name in bases]
     words = ["buildx", "build", "--progress=plain", "--target=train", *given, f"--build-arg={argument}"]
     out = engine(*words, ROOT, code=1, expected=[".*"])
     assert "make image STACK=" in out and "/stacks/torch2.6-cu124/" in out
@@ -275,8 +264,7 @@ def test_a_change_to_the_code_is_the_last_layer_and_small(tmp_path: Path) -> Non
     (tmp_path / ".git" / "config").write_text("planted")
     layers = []
     for tag in ("trainer:before", "trainer:changed"):
-        done = script(tmp_path / "scripts/image.py", "build", "--tag", tag)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        ran(sys.executable, tmp_path / "scripts/image.py", "build", "--tag", tag, code=0)
         layers.append(layers_of(tag))
         with (tmp_path / "trainer" / "__init__.py").open("a") as file:
             file.write("CHANGED = True\n")
@@ -306,11 +294,7 @@ def test_every_file_has_an_owner_and_no_secret_is_in_a_layer(dev_image: str, tmp
             waiting += re.findall(r'"digest": ?"(sha256:\w+)"', text.decode(errors="replace"))
     words = [sys.executable, str(ROOT / "scripts/image_files.py"), "/dev/stdin", "--base", base]
     with subprocess.Popen(["tar", "-chf", "-", *listed], cwd=tmp_path, stdout=subprocess.PIPE) as tar:
-        done = subprocess.run(
-            [*words, "--sbom", str(tmp_path / "sbom.json")],
-            stdin=tar.stdout, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+        done = ran(*words, "--sbom", tmp_path / "sbom.json", code=0, stdin=tar.stdout)
     assert " 0 findings" in done.stdout
     components = json.loads((tmp_path / "sbom.json").read_text())["components"]
     assert {"torch", "nvidia-cudnn-cu12", "reproducible-trainer"} <= {one["name"] for one in components}
