@@ -17,11 +17,7 @@ Capsys = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("theirs", "code", "verdict"), [(2**-7, 0, "met"), (2**-8, 1, "MISSED")])
 def test_a_slower_loader_misses_the_target(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    theirs: float,
-    code: int,
-    verdict: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: Capsys, theirs: float, code: int, verdict: str
 ) -> None:
     """On a clock that each batch moves, of ours by 2**-10 s."""
     clock = Clock()

@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
-    *(
-        "--no-first-run",
-        "--disable-extensions",
-        "--disable-background-networking",
-        "--disable-component-update",
-    ),
-)
+_FLAGS = [
+    *["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"],
+    *["--no-first-run", "--disable-extensions", "--disable-background-networking"],
+    "--disable-component-update",
+]
 # The pipe's ends become 3 and 4, where Chromium looks for them.
 _PLACE = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
 _SECONDS = 1500  # for all tests of a file, as long as one that hangs may take
@@ -112,16 +108,11 @@ def chromium(path: str) -> Iterator[Page]:
     """Starts a browser with an empty profile; it is killed if it hangs."""
     (ours, theirs), (result, answers) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        started = subprocess.Popen(
-            [
-                *("timeout", "-k", "1", str(_SECONDS), "bash", "-c", _PLACE, "bash", str(ours), str(answers)),
-                *(path, *_FLAGS, f"--user-data-dir={home}", "--remote-debugging-pipe", "about:blank"),
-            ],
-            pass_fds=(ours, answers),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "HOME": home},
-        )
+        words = ["timeout", "-k", "1", str(_SECONDS), "bash", "-c", _PLACE, "bash", str(ours), str(answers)]
+        words += [path, *_FLAGS, f"--user-data-dir={home}", "--remote-debugging-pipe", "about:blank"]
+        silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        own = {**os.environ, "HOME": home}
+        started = subprocess.Popen(words, pass_fds=(ours, answers), env=own, **silent)
         os.close(ours)
         os.close(answers)
         try:

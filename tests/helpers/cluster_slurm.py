@@ -68,11 +68,7 @@ def missing() -> str:
 
 
 class Slurm:
-    """The running cluster.
-
-    Attributes:
-        environment: For programs that talk to it.
-    """
+    """The running cluster, and the `environment` of programs that talk to it."""
 
     def __init__(self, folder: Path) -> None:
         # Jobs run the trainer of this checkout, wherever the environment has its own.
@@ -142,22 +138,16 @@ def running(folder: Path) -> Iterator[Slurm]:
     host = socket.gethostname().partition(".")[0]
     first = free_port()
     ports = range(first, first + 1 + len(NODES))
-    nodes = "\n".join(
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000 "
-        "CpuBind=cores"
-        for node, port in zip(NODES, ports[1:], strict=True)
-    )
+    about = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=8000 CpuBind=cores"
+    nodes = "\n".join(f"NodeName={n} Port={port} {about}" for n, port in zip(NODES, ports[1:], strict=True))
     (folder / "slurm.conf").write_text(_CONF.format(host=host, folder=folder, ports=ports, nodes=nodes))
     slurm = Slurm(folder)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     munge = ["munged", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
-    munge += [
-        f"--pid-file={folder}/munge.pid",
-        f"--log-file={folder}/munge.log",
-        f"--seed-file={folder}/seed",
-    ]
+    files = {"pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
+    munge += [f"--{option}={folder / name}" for option, name in files.items()]
     try:
         for command in (munge, ["slurmctld", "-c", "-i"], *(["slurmd", "-N", node] for node in NODES)):
             subprocess.run(command, env=slurm.environment, check=True, timeout=300)
@@ -165,9 +155,8 @@ def running(folder: Path) -> Iterator[Slurm]:
         until(lambda: slurm.tell(*idle).count("\n") == len(NODES) - 1)
         yield slurm
     finally:
-        subprocess.run(
-            ["scancel", "--user=root", "--signal=KILL", "--full"], env=slurm.environment, check=False
-        )
+        words = ["scancel", "--user=root", "--signal=KILL", "--full"]
+        subprocess.run(words, env=slurm.environment, check=False)
         for pid in [*folder.glob("slurmd.*.pid"), folder / "slurmctld.pid", folder / "munge.pid"]:
             with suppress(OSError, ValueError):
                 os.kill(int(pid.read_text()), signal.SIGTERM)

@@ -59,16 +59,10 @@ def attempt(
     before: Callable[[], object] | None = None,
     source: str | None = None,
 ) -> Attempt:
-    """Runs a rank in a fork.
+    """Runs a rank in a fork, in a folder that is made if there is none.
 
-    Args:
-        folder: The run folder; made if there is none.
-        recipe: What to train; `small()` if None.
-        mode: As `--resume`.
-        stop_at: The step after which it gets SIGTERM.
-        stop_after: As `--stop-after`.
-        before: Called in the fork: puts faults in.
-        source: As `--init-from`, for a new run.
+    It trains `small()` if no recipe is given, with `mode` as --resume, `stop_after` as --stop-after, and
+    `source` as --init-from; it gets SIGTERM after step `stop_at`. `before`, called in the fork, puts faults in.
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")

@@ -38,7 +38,7 @@ from trainer.train import loop, reduction, saving as checkpoints
 from trainer.train.request import Request
 from trainer.train.start.rank import train_rank
 
-PHASES = (
+PHASES = [
     "data",
     "forward",
     "backward",
@@ -48,7 +48,7 @@ PHASES = (
     "logging",
     "checkpoint",
     "stopped",
-)
+]
 
 
 class Hang(NamedTuple):
@@ -91,12 +91,9 @@ class Job:
         write_launch(self._words, Launch(sys.path, os.getpid(), CpuShares(), False))
         self._began = time.monotonic()
         self._deadline = self._began + seconds
-        self.ranks = [
-            multiprocessing.get_context("fork").Process(
-                target=train_silently, args=(number, size, port, self.folder, self._words, recipe, faults)
-            )
-            for number in range(size)
-        ]
+        fork = multiprocessing.get_context("fork").Process
+        more = (size, port, self.folder, self._words, recipe, faults)
+        self.ranks = [fork(target=train_silently, args=(number, *more)) for number in range(size)]
         faulthandler.cancel_dump_traceback_later()  # pytest's: see trainer/launch/worker.py
         for process in self.ranks:
             process.start()
@@ -124,11 +121,8 @@ class Job:
             try:
                 records.append(exit_record.read_exit_record(self._words, number))
             except FileNotFoundError:
-                records.append(
-                    exit_record.ExitRecord(
-                        number, 1, f"no word, {process.exitcode}", consequence=late[number]
-                    )
-                )
+                said = f"no word, {process.exitcode}"
+                records.append(exit_record.ExitRecord(number, 1, said, consequence=late[number]))
         self._root.cleanup()
         return Ending(exit_record.job_code(records), exit_record.exit_message(records, len(records)), took)
 
@@ -149,9 +143,8 @@ def train_silently(
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
     threading.excepthook = threading.__excepthook__
     os.setsid()  # the launcher kills a rank's session
-    os.environ.update(
-        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
-    )
+    rank, world = str(number), str(size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     for fault in faults:
         fault(number)
@@ -250,11 +243,8 @@ def is_named(ending: Ending, where: Hang) -> bool:
 
 def random_hangs(random_: random.Random) -> Iterator[tuple[int, Hang, dict[str, Any]]]:
     """World sizes, hangs, and what else the recipe says."""
-    steps: dict[str, Sequence[int]] = {
-        "evaluation": (8, 16),
-        "logging": range(2, 17, 2),
-        "checkpoint": (5, 10, 15),
-    }
+    steps: dict[str, Sequence[int]] = {"evaluation": (8, 16), "checkpoint": (5, 10, 15)}
+    steps["logging"] = range(2, 17, 2)
     for phase in itertools.cycle(PHASES):
         size = random_.choice((2, 4) if phase in ("communication", "stopped") else (1, 2, 4))
         step = random_.choice(steps.get(phase, range(1, 17)))

@@ -129,12 +129,8 @@ class S3:
         inner.RequestHandlerClass = type("Quiet", (inner.RequestHandlerClass, _Quiet), {"log": _Quiet.log})
         self.app = inner.app = Faulty(inner.app)
         host, port = self._server.get_host_and_port()
-        self.environment = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "someone",
-            "AWS_SECRET_ACCESS_KEY": "something",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        self.environment = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "someone"}
+        self.environment |= {"AWS_SECRET_ACCESS_KEY": "something", "AWS_DEFAULT_REGION": "us-east-1"}
         os.environ.update(self.environment)
         import boto3
 

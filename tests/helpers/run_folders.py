@@ -29,11 +29,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(folder: Path, other: Path) -> bool:
     ours, theirs = weights(folder), weights(other)
-    return (
-        bool(ours)
-        and ours.keys() == theirs.keys()
-        and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    )
+    if not ours or ours.keys() != theirs.keys():
+        return False
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 def changed(folder: Path, stopped: Path) -> Path:

@@ -113,14 +113,9 @@ class Started:
             self._start(sys.executable, "-c", _FIT, json.dumps(asked))
 
     def _start(self, *words: str, **environment: str) -> None:
-        process = preloaded.Popen(
-            words,
-            cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-        )
+        silent: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self._stderr}
+        own = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        process = preloaded.Popen(words, cwd=self._folder, env=own, **silent)
         self.processes.append(process)
 
     def send(self, number: signal.Signals) -> None:

@@ -1,6 +1,5 @@
 """Forty refusals: bad input, its exit code, and the names that its line holds; no other words of it."""
 
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,11 +79,7 @@ _TEXTS = {
 
 
 def refuse(place: Workplace) -> dict[str, dict[str, Any]]:
-    """Gives the trainer all bad inputs; by input the exit code and the names that its output holds.
-
-    Args:
-        place: Where; must have no runs.
-    """
+    """Gives the trainer all bad inputs, where there are no runs; by input its code and the names it says."""
     folder = place.folder
     for name, text in _TEXTS.items():
         (folder / name).write_text(text)
@@ -112,10 +107,4 @@ def refuse(place: Workplace) -> dict[str, dict[str, Any]]:
 
 def _runs(folder: Path) -> set[str]:
     """Returns the run folders that are there; a refusal leaves none."""
-    return {path.name for path in (folder / "runs").glob("*")} if (folder / "runs").exists() else set()
-
-
-def clear(place: Workplace) -> None:
-    """Takes away what `refuse` leaves."""
-    for name in ("runs", "run", "odd", "export"):
-        shutil.rmtree(place.folder / name, ignore_errors=True)
+    return {path.name for path in (folder / "runs").glob("*")}
