@@ -69,14 +69,8 @@ def _bytes() -> Tokenizer:
 def _spelled() -> Tokenizer:
     tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    parts = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(list(parts))
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer.train_from_iterator([_WORDS], BpeTrainer(vocab_size=500, special_tokens=special))
     # Bytes stand in for letters that aren't known: as special tokens, the trainer's, they would be text.

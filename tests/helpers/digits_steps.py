@@ -12,14 +12,9 @@ from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
 from trainer.train.step import train_step
 
-DIGITS: dict[str, Any] = {
-    "epochs": 1,
-    "max_steps": 6,
-    "data": {"global_batch_size": 64, "micro_batch_size": 16, "eval_batch_size": 50, "augment": "affine"},
-    "model": {"width": 8},
-    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
-    "ema": {"decay": 0.9},
-}
+_DATA = {"global_batch_size": 64, "micro_batch_size": 16, "eval_batch_size": 50, "augment": "affine"}
+DIGITS: dict[str, Any] = {"epochs": 1, "max_steps": 6, "data": _DATA, "model": {"width": 8}}
+DIGITS |= {"optim": {"lr": 0.01, "max_grad_norm": 1.0}, "ema": {"decay": 0.9}}
 
 
 def train_digits(
@@ -39,8 +34,5 @@ def train_digits(
     with nullcontext() if run.state.average is None else run.state.average.in_place():
         metrics = evaluate(task, run.state.model, run.evaluation_loader, share, world, recipe.precision)
     run.loader.close()
-    return (
-        losses,
-        metrics,
-        {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()},
-    )
+    weights = {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
+    return losses, metrics, weights

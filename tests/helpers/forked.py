@@ -30,15 +30,9 @@ class Attempt(NamedTuple):
 def small(**sections: Any) -> Recipe:
     """A recipe that takes a second: 16 steps, two evaluations."""
     sizes = {"image_size": 8, "samples": 64, "classes": 4, "global_batch_size": 8, "micro_batch_size": 8}
-    values: dict[str, Any] = {
-        "epochs": 2,
-        "data": {"name": "synthetic", **sizes, "workers": 0},
-        "model": {"width": 4},
-        "ema": {"decay": 0.9},
-        "parallel": {"threads": 1},
-        "log": {"every": 2, "to": ["jsonl"]},
-        "checkpoint": {"every": 5, "minutes": 0, "best": False},
-    }
+    values: dict[str, Any] = {"epochs": 2, "data": {"name": "synthetic", **sizes, "workers": 0}}
+    values |= {"model": {"width": 4}, "ema": {"decay": 0.9}, "parallel": {"threads": 1}}
+    values |= {"log": {"every": 2, "to": ["jsonl"]}, "checkpoint": {"every": 5, "minutes": 0, "best": False}}
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return Recipe.model_validate(values)
@@ -62,7 +56,7 @@ def attempt(
     """Runs a rank in a fork, in a folder that is made if there is none.
 
     It trains `small()` if no recipe is given, with `mode` as --resume, `stop_after` as --stop-after, and
-    `source` as --init-from; it gets SIGTERM after step `stop_at`. `before`, called in the fork, puts faults in.
+    `source` as --init-from; it gets SIGTERM after step `stop_at`. `before`, called in it, puts faults in.
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")

@@ -25,6 +25,7 @@ from torch import distributed as dist
 from tests.helpers.forked import replace, small
 from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
+from tests.helpers.toys import step_under_way
 from trainer.config.recipe import Recipe
 from trainer.data import loader
 from trainer.errors import EXIT_HANG
@@ -34,21 +35,14 @@ from trainer.launch.folder import Launch, write_launch
 from trainer.launch.worker import Worker
 from trainer.observe.log import MetricLogger
 from trainer.tasks.classification import Classification
-from trainer.train import loop, reduction, saving as checkpoints
+from trainer.train import reduction, saving as checkpoints
 from trainer.train.request import Request
 from trainer.train.start.rank import train_rank
 
-PHASES = [
-    "data",
-    "forward",
-    "backward",
-    "communication",
-    "update",
-    "evaluation",
-    "logging",
-    "checkpoint",
+PHASES = (
+    *("data", "forward", "backward", "communication", "update", "evaluation", "logging", "checkpoint"),
     "stopped",
-]
+)
 
 
 class Hang(NamedTuple):
@@ -169,20 +163,9 @@ def hang(where: Hang) -> Callable[[int], object]:
 
     def put(number: int) -> None:
         if number == where.rank:
-            _put(where, _tracked_step())
+            _put(where, step_under_way())
 
     return put
-
-
-def _tracked_step() -> Callable[[], int]:
-    at, train_step = [0], vars(loop)["train_step"]  # another fault may have its own there
-
-    def tracked(run: Any, batches: Any, step: int) -> None:
-        at[0] = step + 1
-        train_step(run, batches, step)
-
-    replace(loop, "train_step", tracked)
-    return lambda: at[0]
 
 
 def _put(where: Hang, step: Callable[[], int]) -> None:

@@ -38,12 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_neox": {"intermediate_size": 40, "tie_word_embeddings": False},
     "phi": _PHI,
-    "phi3": {
-        "intermediate_size": 40,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-        "sliding_window": 6,
-    },
+    "phi3": {**_LLAMA, "sliding_window": 6},
     "olmo2": _LLAMA,
     "olmo3": {**_LLAMA, **_SLIDING},
     "granite": {**_LLAMA, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
@@ -54,12 +49,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def made(family: str, wild: float = 0.0, **changed: Any) -> Any:
-    """A random model of the library, float32, in evaluation mode; the same each time.
+    """A random model of the library, float32, in evaluation mode; the same each time, with keys changed.
 
-    Args:
-        family: Of `FAMILIES`.
-        wild: Deviation of what is added to its matrices: of large weights, outputs depend on each bit.
-        changed: Keys of its configuration.
+    `wild` is the deviation of what is added to its matrices: of large weights, outputs depend on each bit.
     """
     import transformers
 

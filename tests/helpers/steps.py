@@ -18,16 +18,9 @@ from trainer.train.step import train_step
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
 # Settings of a detector's recipe on pictures of noise.
-LITTLE = [
-    "data.name=synthetic",
-    "data.samples=8",
-    "data.classes=5",
-    "data.image_size=32",
-    "data.global_batch_size=2",
-    "data.micro_batch_size=1",
-    "data.eval_batch_size=1",
-    "precision.mode=fp32",
-]
+LITTLE = [f"data.{name}" for name in ("name=synthetic", "samples=8", "classes=5", "image_size=32")]
+LITTLE += [f"data.{name}" for name in ("global_batch_size=2", "micro_batch_size=1", "eval_batch_size=1")]
+LITTLE += ["precision.mode=fp32"]
 
 State = dict[str, dict[str, torch.Tensor]]
 

@@ -55,7 +55,7 @@ class TokenTask:
         self,
         samples: int,
         ragged: bool = True,
-        dtype: torch.dtype = torch.float64,
+        dtype: Any = torch.float64,
         blocks: int = 0,
         dropout: float = 0.0,
     ) -> None:
@@ -63,10 +63,7 @@ class TokenTask:
         lengths = random.integers(1, LENGTH + 1, samples) if ragged else np.full(samples, LENGTH)
         label = random.integers(0, CLASSES, (samples, LENGTH))
         label[np.arange(LENGTH) >= lengths[:, None]] = -100
-        arrays: dict[str, Any] = {
-            "x": random.standard_normal((samples, LENGTH, FEATURES)),
-            "y": label,
-        }
+        arrays: dict[str, Any] = {"x": random.standard_normal((samples, LENGTH, FEATURES)), "y": label}
         if ragged:
             arrays[NUM_ITEMS] = lengths
         self.dtype = dtype
@@ -82,9 +79,8 @@ class TokenTask:
         return {}
 
     def model(self) -> nn.Module:
-        inner = [
-            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(self.dropout)) for _ in range(self.blocks)
-        ]
+        make = (lambda: nn.Linear(6, 6), nn.Tanh, lambda: nn.Dropout(self.dropout))
+        inner = [nn.Sequential(*(one() for one in make)) for _ in range(self.blocks)]
         parts = (nn.Linear(FEATURES, 6), nn.Tanh(), nn.Sequential(*map(Block, inner)), nn.Linear(6, CLASSES))
         return nn.Sequential(*parts).to(self.dtype)
 
@@ -118,16 +114,9 @@ def rows_to(
     each_step: Sequence[Callable[[int], None]] = (),
 ) -> Outputs:
     """Makes outputs that hand records to some sinks, and write nothing."""
-    logger = MetricLogger(
-        run.plan,
-        run.world.device,
-        list(sinks),
-        lambda: take_metrics(run),
-        checksums,
-        run.state.logged,
-        sources,
-        None if run.still is None else run.still.refuse,
-    )
+    still = None if run.still is None else run.still.refuse
+    where, metrics = (run.plan, run.world.device, list(sinks)), lambda: take_metrics(run)
+    logger = MetricLogger(*where, metrics, checksums, run.state.logged, sources, still)
     return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan), tuple(each_step))
 
 
@@ -140,3 +129,15 @@ def before_each_step_ends(call: Callable[[int], None]) -> None:
         call(step + 1)
 
     setattr(loop, "train_step", after)  # noqa: B010
+
+
+def step_under_way() -> Callable[[], int]:
+    """The step that this process's loops are in, from 1; known from the loop itself, 0 before it begins."""
+    at, original = [0], vars(loop)["train_step"]
+
+    def tracked(run: Run, batches: Any, step: int) -> None:
+        at[0] = step + 1
+        original(run, batches, step)
+
+    setattr(loop, "train_step", tracked)  # noqa: B010
+    return lambda: at[0]

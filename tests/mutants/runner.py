@@ -18,15 +18,7 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_PRELOADED = (
-    "hypothesis",
-    "numpy",
-    "PIL.Image",
-    "pyarrow.parquet",
-    "pydantic",
-    "torch",
-    "torchvision",
-)
+_PRELOADED = ("hypothesis", "numpy", "PIL.Image", "pyarrow.parquet", "pydantic", "torch", "torchvision")
 T = TypeVar("T")
 _HANG_S = 120.0  # a test that runs longer than this with a mutant has failed
 

@@ -99,9 +99,8 @@ def _job(mutants: Sequence[Generated], cases: _Cases, options: argparse.Namespac
         row = Row(mutant.key, mutant.what, saw, tried.began, len(of))
         with options.out.open("a") as table:
             table.write(json.dumps(row._asdict()) + "\n")
-        print(
-            f"{mutant.file}: {mutant.what[:90]}: {len(saw)} of {tried.began} cases of {len(of)}", flush=True
-        )
+        seen = f"{len(saw)} of {tried.began} cases of {len(of)}"
+        print(f"{mutant.file}: {mutant.what[:90]}: {seen}", flush=True)
     return 0
 
 
@@ -109,9 +108,7 @@ def main() -> int:
     """Adds the rows that the table lacks."""
     parser = argparse.ArgumentParser(prog="table", description=__doc__, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
-    parser.add_argument(
-        "--seconds", type=float, default=300.0, help="of tests for each mutant, quick ones first"
-    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="of tests for each, quick ones first")
     parser.add_argument("--first", action="store_true", help="end at the first test that sees it")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose file or words contain this")
     parser.add_argument("--out", type=Path, default=TABLE, metavar="FILE.jsonl")
