@@ -59,12 +59,8 @@ class Job:
                 else:
                     environment[variable["name"]] = job_files.single(variable["value"])
             claims = {"runs": self.runs}
-            emptied = [
-                mount["mountPath"]
-                for volume in self._pod["volumes"]
-                for mount in container["volumeMounts"]
-                if volume["name"] == mount["name"] and volume.get("emptyDir") == {}
-            ]
+            empty = [one["name"] for one in self._pod["volumes"] if one.get("emptyDir") == {}]
+            emptied = [one["mountPath"] for one in container["volumeMounts"] if one["name"] in empty]
             binds = {where: claims[claim] for claim, where in (one.split(":") for one in self._mounts)}
             binds |= {"/dev/termination-log": message}
             engine(

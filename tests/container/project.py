@@ -4,7 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,15 @@ class Project:
         self.compose(*ALL, "down", "--volumes", "--timeout", "5")
 
 
-def start_project(folder: Path, **options: int) -> Project:
+@contextmanager
+def started_project(folder: Path, **options: int) -> Iterator[Project]:
     jupyter, tensorboard, ssh = free_ports(3)
     ours = ("JUPYTER_TOKEN", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "STACK")
     env = {key: value for key, value in os.environ.items() if key not in ours}
     env |= {"JUPYTER_PORT": jupyter, "TENSORBOARD_PORT": tensorboard, "SSH_PORT": ssh}
     env |= {"COMPOSE_PROJECT_NAME": f"trainer-test-{os.getpid()}-{jupyter}"}
-    return Project(copy_checkout(folder, **options), env)
+    project = Project(copy_checkout(folder, **options), env)
+    try:
+        yield project
+    finally:
+        project.down()

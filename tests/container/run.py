@@ -4,7 +4,8 @@ import http.client
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tests.helpers.programs import ran
@@ -44,6 +45,16 @@ def engine(
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     more = {"capture_output": False, "timeout": timeout, **streams, **options}
     return check_log(ran("docker", *words, code=code, **more).stdout, *expected)
+
+
+@contextmanager
+def running(name: str, *words: object) -> Iterator[str]:
+    """A container in the background, of `docker run words…`, until it is deleted."""
+    try:
+        engine("run", "--detach", "--name", name, *words)
+        yield name
+    finally:
+        engine("rm", "--force", "--volumes", name, code=None, expected=(".*",))
 
 
 class Answer(NamedTuple):

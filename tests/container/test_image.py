@@ -176,13 +176,8 @@ def test_what_must_hold_is_set_without_secrets(train_image: str, dev_image: str)
         assert environment["PYTHONNOUSERSITE"] == environment["PYTHONUNBUFFERED"] == "1"
         assert environment["PYTORCH_VERSION"] == read_stack(STACK)["pins"]["torch"]
         assert environment["NVIDIA_REQUIRE_CUDA"] == f"driver>={read_stack(STACK)['driver']['floor']}"
-        assert {
-            "HOME",
-            "USER",
-            "LOGNAME",
-            "TRITON_CACHE_DIR",
-            "TORCHINDUCTOR_CACHE_DIR",
-        } <= environment.keys()
+        homes = {"HOME", "USER", "LOGNAME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"}
+        assert homes <= environment.keys()
         assert not [name for name in environment if re.search("TOKEN|KEY|SECRET|PASS", name)]
         assert found["User"] == "1000:1000"
         assert not found.get("Volumes")
@@ -248,11 +243,6 @@ def test_the_budget_is_kept(request: pytest.FixtureRequest, target: str) -> None
         assert size_of(image) <= read_stack(STACK)["budget_gb"][target] * 1e9
 
 
-def layers_of(image: str) -> list[str]:
-    layers: list[str] = json.loads(engine("image", "inspect", image))[0]["RootFS"]["Layers"]
-    return layers
-
-
 def test_a_change_to_the_code_is_the_last_layer_and_small(tmp_path: Path) -> None:
     """A user pulls that layer alone. The context is what the image is built from, and one line more."""
     for name in ("trainer", "scripts", "stacks"):
@@ -265,7 +255,7 @@ def test_a_change_to_the_code_is_the_last_layer_and_small(tmp_path: Path) -> Non
     layers = []
     for tag in ("trainer:before", "trainer:changed"):
         ran(sys.executable, tmp_path / "scripts/image.py", "build", "--tag", tag, code=0)
-        layers.append(layers_of(tag))
+        layers.append(json.loads(engine("image", "inspect", tag))[0]["RootFS"]["Layers"])
         with (tmp_path / "trainer" / "__init__.py").open("a") as file:
             file.write("CHANGED = True\n")
     before, after = layers

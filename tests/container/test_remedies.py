@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.run import engine, wait_for
+from tests.container.run import engine, running, wait_for
 from tests.helpers.programs import program, ran
 
 pytestmark = pytest.mark.container
@@ -68,10 +68,6 @@ def test_the_lines_of_sshd(dev_image: str, home: Path) -> None:
     typed(f"chmod a+r '{key}'", home)
     none = engine("run", "--rm", dev_image, "sshd", code=2)
     assert "-v FILE:/run/authorized_keys:ro with docker run" in none
-    name = f"trainer-test-{os.getpid()}-sshd"
-    try:
-        engine("run", "--detach", "--name", name, *mount, dev_image, "sshd", "-p", "2200")
+    with running(f"trainer-test-{os.getpid()}-sshd", *mount, dev_image, "sshd", "-p", "2200") as name:
         wait_for(lambda: "listening on" in engine("logs", name), "sshd")
         assert "port 2200." in engine("logs", name) and "port 2222." not in engine("logs", name)
-    finally:
-        engine("rm", "--force", name)

@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.container.kernel import TERMINAL
-from tests.container.project import OWNER, Project, start_project
-from tests.container.run import ask, engine, wait_for
+from tests.container.project import OWNER, Project, started_project
+from tests.container.run import ask, engine, running, wait_for
 from tests.helpers.packages import wheel
 from tests.helpers.ports import free_port
 from tests.helpers.programs import ran
@@ -36,13 +37,10 @@ NO_TTY_LINE = re.compile("|".join(NO_TTY))
 def project(tmp_path_factory: pytest.TempPathFactory, dev_image: str, train_image: str) -> Iterator[Project]:
     """With JupyterLab, and a group of whose files one may read."""
     del dev_image, train_image
-    started = start_project(tmp_path_factory.mktemp("ways in") / "check out", mode=0o700)
-    started.env["SHARE_GID"] = str(SHARE)
-    try:
+    with started_project(tmp_path_factory.mktemp("ways in") / "check out", mode=0o700) as started:
+        started.env["SHARE_GID"] = str(SHARE)
         started.compose("up", "--detach", "--wait", "--no-build", "jupyter")
         yield started
-    finally:
-        started.down()
 
 
 def token(project: Project) -> str:
@@ -142,9 +140,8 @@ def test_a_container_that_its_client_left_is_stopped_by_down(project: Project) -
     words = ["docker", "compose", "run", "--rm", "-T", "train", *long, "--out", "runs/left"]
     here = f"label=com.docker.compose.project.working_dir={project.root}"
     metrics = project.root / "runs/left/metrics.jsonl"
-    with subprocess.Popen(
-        words, cwd=project.root, env=project.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as client:
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, cwd=project.root, env=project.env, **silent) as client:
         wait_for(lambda: metrics.exists() and '"step": 40' in metrics.read_text(), "training")
         client.terminate()
     one_off = "label=com.docker.compose.oneoff=True"
@@ -167,11 +164,10 @@ def test_jupyterlab_and_tensorboard_behind_a_proxy(dev_image: str, tmp_path: Pat
     engine("run", "--rm", *mount, dev_image, "python", "-c", f"{write}; w.add_scalar('a', 1, 1); w.close()")
     ports = ("--publish", f"127.0.0.1:{lab}:9999", "--env", f"JUPYTER_PORT={lab}")
     lab_words = ("jupyter", "--ServerApp.base_url=/x/y/", "--port=9999")
-    engine("run", "--detach", "--name", name, *ports, dev_image, *lab_words)
     words = ("tensorboard", "--path_prefix=/tb", "--reload_interval=1")
     port = ("--publish", f"127.0.0.1:{board}:6006")
-    engine("run", "--detach", "--name", f"{name}-b", *mount, *port, dev_image, *words)
-    try:
+    labs, boards = (name, *ports, dev_image, *lab_words), (f"{name}-b", *mount, *port, dev_image, *words)
+    with running(*labs), running(*boards):
         wait_for(lambda: ask(lab, "/x/y/api").code == 200, "JupyterLab under a path")
         line = rf"http://127\.0\.0\.1:{lab}/x/y/lab\?token=([0-9a-f]{{48}})"
         (secret,) = set(re.findall(line, engine("logs", name)))
@@ -179,5 +175,3 @@ def test_jupyterlab_and_tensorboard_behind_a_proxy(dev_image: str, tmp_path: Pat
         assert ask(lab, f"/x/y/api/contents?token={secret}").code == 200
         wait_for(lambda: b"tensorboard" in ask(board, "/tb/data/runs").body, "TensorBoard under a path")
         assert json.loads(ask(board, "/tb/data/runs").body) == ["one/tensorboard"]
-    finally:
-        engine("rm", "--force", "--volumes", name, f"{name}-b")
