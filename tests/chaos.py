@@ -11,7 +11,6 @@ twenty. Histories of four sorts:
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import mmap
@@ -44,7 +43,7 @@ from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
 from tests.recorded.draw import draw
 from tests.recorded.files import left_out, write_files
-from tests.recorded.play import ROWS, read_rows, read_run
+from tests.recorded.play import ROWS, read_rows, read_run, read_weights
 from trainer.checkpoint import store
 from trainer.config.recipe import Recipe
 from trainer.distributed import consensus
@@ -198,27 +197,16 @@ def attempt(
 ) -> tuple[bool, str]:
     """Trains on so many ranks; sends a signal at a random moment, SIGKILL to all, another to any one of them.
 
-    Args:
-        recipe: What is trained.
-        folder: Where.
-        size: Number of ranks.
-        seconds: What the training takes about.
-        random_: What decides on the moment.
-        number: The signal; 0: none.
-
-    Returns:
-        Whether it was through, and its phase when it was cut, or "".
-
-    Raises:
-        AssertionError: If a rank ended as none should.
+    `seconds` is what the training takes about; signal 0 is none. Returns whether it was through, and its
+    phase when it was cut, or "". Raises AssertionError if a rank ended as none should.
     """
     phases = [mmap.mmap(-1, 1) for _ in range(size)]
     resumes, port, hit = any((folder / "checkpoints").glob("step-*")), free_port(), ""
-    fork, faults = multiprocessing.get_context("fork").Process, [(_noting(phase),) for phase in phases]
-    words = [(rank, size, port, folder, None, recipe, faults[rank]) for rank in range(size)]
-    ranks: list[BaseProcess] = [fork(target=train_silently, args=each) for each in words]
-    for rank in ranks:
-        rank.start()
+    fork, ranks = multiprocessing.get_context("fork").Process, list[BaseProcess]()
+    for index, phase in enumerate(phases):
+        given = (index, size, port, folder, None, recipe, [_noting(phase)])
+        ranks.append(fork(target=train_silently, args=given))
+        ranks[-1].start()
     watched, reached = random_.randrange(size), list[BaseProcess]()
     if number:
         # A kill ends all, as when a machine is lost; a request reaches any one of them.
@@ -269,13 +257,10 @@ def history(job: Job, folder: Path, seconds: float, random_: random.Random, coun
     return ", ".join(told)
 
 
-def parts_of(folder: Path) -> str:
-    """A hash of all tensors of a run's last checkpoint; not of state.json, which has seconds."""
+def parts_of(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What all tensors of a run's last checkpoint are; not its state.json, which has seconds."""
     newest = max((folder / "checkpoints").glob("step-*"))
-    digest = hashlib.sha256(newest.name.encode())
-    for file in sorted(newest.glob("*.safetensors")):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
+    return newest.name, {file.name: read_weights(file) for file in newest.glob("*.safetensors")}
 
 
 def distance(folder: Path, other: Path) -> float:
@@ -291,16 +276,14 @@ def distance(folder: Path, other: Path) -> float:
 
 def chaos(sort: str, count: int, seed: int) -> Tally:
     """Disturbs so many runs of a sort, of each of its recipes in turn."""
-    random_, tally, wholes = random.Random(seed), Tally(), list[tuple[Job, Path, float]]()
+    random_, tally = random.Random(seed), Tally()
     import_late()
     from torch.distributed import fsdp  # noqa: F401
 
     with _scratch() as root:
-        for number, job in zip(range(count), jobs(sort, seed), strict=False):
-            if number == _RECIPES:
-                break
-            whole = root / f"whole-{number}"
-            wholes.append((job, whole, undisturbed(job, whole)))
+        chosen = list(itertools.islice(jobs(sort, seed), min(count, _RECIPES)))
+        folders = [root / f"whole-{job.seed}" for job in chosen]
+        wholes = [(*both, undisturbed(*both)) for both in zip(chosen, folders, strict=True)]
         for number in range(count):
             job, whole, seconds = wholes[number % len(wholes)]
             (folder := root / str(number)).mkdir()

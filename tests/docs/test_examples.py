@@ -85,9 +85,18 @@ def test_each_is_known() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 
+# What the commands of an example must print.
+PRINTED = {
+    "own-text": "The statement ",
+    "scripts": "accuracy",
+    "fine-tune-images": r"pictures/mine/val/8/114\.png +\d +\d",
+}
+
+
 @pytest.mark.slow
-def test_a_text_of_ones_own(tmp_path: Path) -> None:
-    assert "The statement " in run_all("own-text", tmp_path / "mine")
+@pytest.mark.parametrize("example", PRINTED)
+def test_what_an_example_prints(example: str, tmp_path: Path) -> None:
+    assert re.search(PRINTED[example], run_all(example, tmp_path / "mine"))
 
 
 @pytest.mark.slow
@@ -100,12 +109,6 @@ def test_conversations(tmp_path: Path) -> None:
     last = json.loads(rows[-1])
     known = [number for number, (asked, answer) in TALKS.items() if last[f"answer/{asked}"] == answer]
     assert known == [number for number in TALKS if number % 10 != 9]
-
-
-@pytest.mark.slow
-def test_images_of_ones_own(tmp_path: Path) -> None:
-    said = run_all("fine-tune-images", tmp_path / "mine")
-    assert re.search(r"pictures/mine/val/8/114\.png +\d +\d", said)
 
 
 def test_a_learning_rate_range_test(tmp_path: Path) -> None:
@@ -123,11 +126,6 @@ def test_the_links_between_ranks(tmp_path: Path) -> None:
     assert [int(size) for size, *_ in rows] == [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25]
     for size, us, rate, bus in rows:  # of two ranks the bus carries what is reduced
         assert float(rate) == float(bus) == pytest.approx(int(size) / float(us) / 1e3, rel=0.02, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_known_script(tmp_path: Path) -> None:
-    assert "accuracy" in run_all("scripts", tmp_path / "mine")
 
 
 @pytest.mark.slow

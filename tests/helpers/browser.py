@@ -1,17 +1,17 @@
 """A headless Chromium, driven through a pipe: what it shows of a file, and what it says of it.
 
-python -m tests.helpers.browser screenshot RUN/report.html docs/report.png --width 1440 --height 1800
+`python -m tests.helpers.browser RUN/report.html docs/report.png` takes a picture of a report.
 """
 
-import argparse
 import base64
 import contextlib
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,25 +122,7 @@ def chromium(path: str) -> Iterator[Page]:
             started.wait()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Takes a picture of a page, light or dark."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("what", choices=("screenshot",))
-    parser.add_argument("file", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--width", type=int, default=1440)
-    parser.add_argument("--height", type=int, help="CSS pixels from the top (default: all)")
-    parser.add_argument("--dark", action="store_true")
-    options = parser.parse_args(arguments)
-    path = find_chromium()
-    if path is None:
-        raise SystemExit("no chromium here: apt-get install chromium")
-    with chromium(path) as page:
-        page.open(options.file, options.width, options.height or 900, options.dark)
-        if options.height is None:
-            page.resize(options.width, page.evaluate("document.documentElement.scrollHeight"))
-        options.out.write_bytes(page.screenshot())
-
-
 if __name__ == "__main__":
-    main()
+    with chromium(find_chromium() or _NAMES[0]) as tab:
+        tab.open(Path(sys.argv[1]), 1440, 1800)
+        Path(sys.argv[2]).write_bytes(tab.screenshot())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.helpers import waiting
 from tests.helpers.ports import free_port
+from tests.helpers.programs import ran
 
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
 PREFIX = f"trainer{os.getpid()}-n"
@@ -78,22 +79,16 @@ class Slurm:
     def tell(self, *words: str, cwd: Path | None = None, **environment: str) -> str:
         """Runs one of Slurm's programs and returns what it prints."""
         own = {**self.environment, **environment}
-        done = subprocess.run(
-            words, env=own, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        return done.stdout.strip()
+        return ran(*words, code=0, env=own, cwd=cwd, timeout=300).stdout.strip()
 
     def tidy(self) -> None:
         """Cancels all jobs and takes all nodes back, as far as there are such."""
         resume = [("scontrol", "update", f"nodename={node}", "state=resume") for node in NODES]
         for words in (("scancel", "--user=root"), *resume):
-            subprocess.run(words, env=self.environment, capture_output=True, timeout=300, check=False)
+            ran(*words, env=self.environment, timeout=300)
 
     def state(self, job: str) -> str:
-        """Returns the state of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its
-        end.
-        """
+        """The state of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its end."""
         shown = self.tell("scontrol", "show", "job", "--oneliner", job)
         return shown.partition(" JobState=")[2].partition(" ")[0]
 
@@ -112,7 +107,7 @@ class Slurm:
                 time.sleep(3.0)
                 # (It may have started by itself meanwhile, and then refuses.)
                 words = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
-                subprocess.run(words, env=self.environment, capture_output=True, check=False)
+                ran(*words, env=self.environment)
             return self.state(job) == "RUNNING"
 
         until(lambda: self.state(job) == "PENDING")

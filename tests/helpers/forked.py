@@ -61,9 +61,25 @@ def attempt(
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")
     import_late()
-    process = multiprocessing.get_context("fork").Process(
-        target=_attempt, args=(folder, recipe or small(), mode, stop_at, stop_after, before, source, told)
-    )
+
+    def rank() -> None:
+        become_rank(os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGTERM) if done == stop_at else None)
+        # The line is told apart from what the rank says.
+        replace(
+            Worker, "_tell", lambda _, record: print(record.traceback, end="", file=sys.stderr, flush=True)
+        )
+        if before is not None:
+            before()
+        with Worker() as worker:
+            begin = None if source is None else parse_source(source)
+            request = Request(recipe or small(), "small", folder, mode, stop_after, source=begin)
+            worker.code = train_rank(request).code
+        assert worker.record is not None
+        told.with_suffix(".line").write_text(json.dumps(worker.record.line))
+        os._exit(worker.exit_code)
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
     process.start()
     process.join(300)
     assert process.exitcode is not None, "it hangs"
@@ -73,36 +89,13 @@ def attempt(
     return Attempt(process.exitcode, outcome, told.read_text())
 
 
-def _attempt(
-    folder: Path,
-    recipe: Recipe,
-    mode: Mode,
-    stop_at: int | None,
-    stop_after: int | None,
-    before: Callable[[], object] | None,
-    source: str | None,
-    told: Path,
-) -> None:
-    file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def become_rank(out: int, number: int = 0, size: int = 1, port: int = 0) -> None:
+    """Makes this fork a rank, whose ranks meet at a port, and whose output goes to an open file."""
+    os.dup2(out, 1)
+    os.dup2(out, 2)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
     threading.excepthook = threading.__excepthook__
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-
-    def stop(done: int) -> None:
-        if done == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before_each_step_ends(stop)
-    # The line is told apart from what the rank says.
-    replace(Worker, "_tell", lambda _, record: print(record.traceback, end="", file=sys.stderr, flush=True))
-    if before is not None:
-        before()
-    with Worker() as worker:
-        begin = None if source is None else parse_source(source)
-        request = Request(recipe, "small", folder, mode, stop_after, source=begin)
-        worker.code = train_rank(request).code
-    assert worker.record is not None
-    told.with_suffix(".line").write_text(json.dumps(worker.record.line))
-    os._exit(worker.exit_code)
+    rank, world = str(number), str(size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    if port:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")

@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from tests.helpers.forked import replace, small
+from tests.helpers.forked import become_rank, replace, small
 from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
 from tests.helpers.toys import step_under_way
@@ -131,15 +130,8 @@ def train_silently(
     faults: Sequence[Callable[[int], object]],
 ) -> None:
     """A rank of so many, in a fork that ends with it; `words` is the folder of the launch."""
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
-    threading.excepthook = threading.__excepthook__
+    become_rank(os.open(os.devnull, os.O_WRONLY), number, size, port)
     os.setsid()  # the launcher kills a rank's session
-    rank, world = str(number), str(size)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     for fault in faults:
         fault(number)
     with Worker(words) as worker:

@@ -14,6 +14,8 @@ from tests.helpers.programs import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = shutil.which("make")
+SEES_GPUS = {"run --rm --pull=never": (0, LISTED, "")}
+WITH_GPUS = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
 
 
 def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
@@ -25,11 +27,10 @@ def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     started = "compose -f docker-compose.yml up --detach --wait --no-build"
     assert started.split() in machine.asked()
     assert f"JupyterLab   http://127.0.0.1:{port}/lab?token=abc\n" in out
-    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+    machine.engine(**SEES_GPUS)
     out, _ = machine.run("up")
     assert "with scripts/compose/gpu.yml: containers see 2 x NVIDIA" in out
-    files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
-    assert ["compose", *files, "up"] in [words[:6] for words in machine.asked()]
+    assert ["compose", *WITH_GPUS, "up"] in [words[:6] for words in machine.asked()]
 
 
 def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
@@ -147,11 +148,10 @@ def test_make_reads_no_env(machine: Machine) -> None:
 
 
 def test_a_shell_is_composes_with_the_gpus_and_data(machine: Machine, tmp_path: Path) -> None:
-    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+    machine.engine(**SEES_GPUS)
     machine.run("shell", "--data", str(tmp_path), "--", "python", "-V")
-    files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
     mount = ["--volume", f"{tmp_path}:{tmp_path}:ro"]
-    assert machine.asked()[-1] == ["compose", *files, "run", "--rm", *mount, "jupyter", "python", "-V"]
+    assert machine.asked()[-1] == ["compose", *WITH_GPUS, "run", "--rm", *mount, "jupyter", "python", "-V"]
     assert "/nope" in machine.refused("shell", "--data", "/nope")
 
 
