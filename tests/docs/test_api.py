@@ -35,9 +35,7 @@ def taken(code: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "path", [*PAGES, *NOTEBOOKS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS, *EXAMPLES], ids=lambda one: str(one.relative_to(ROOT)))
 def test_it_takes_public_names_only(path: Path) -> None:
     assert taken(python_of(path)) <= PUBLIC
 

@@ -131,18 +131,12 @@ def clean(folder: Path) -> Tree:
     tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = conda_record("tool", paths)
     # A wheel with a script, data, bytecode, and a library that prune_env.py made a link of.
     source, two, torch = b"x = 1\n", f"{SITE}/lib_x/two.so", f"{SITE}/torch/lib/libtorch_x.so"
-    tree |= {f"{SITE}/lib_x/__init__.py": source, "opt/env/bin/x": b"#!/opt/env/bin/python\n"}
-    tree |= {
-        f"{SITE}/lib_x/libcudnn.so.9": b"cudnn",
-        f"{SITE}/lib_x/one.so": b"one",
-        two: b"one",
-        torch: LONG,
-    }
-    tree[f"{SITE}/lib_x-2.0.dist-info/METADATA"] = b"Name: lib_x\nLicense: MIT\n"
-    names = [f"lib_x/{name}" for name in ("__init__.py", "libcudnn.so.9", "one.so", "two.so")]
-    names += ["torch/lib/libtorch_x.so", "lib_x-2.0.dist-info/METADATA"]
+    wheel = {"__init__.py": source, "libcudnn.so.9": b"cudnn", "one.so": b"one", "two.so": b"one"}
+    wheel = {f"lib_x/{name}": data for name, data in wheel.items()} | {"torch/lib/libtorch_x.so": LONG}
+    wheel["lib_x-2.0.dist-info/METADATA"] = b"Name: lib_x\nLicense: MIT\n"
+    tree |= {"opt/env/bin/x": b"#!/opt/env/bin/python\n"} | {f"{SITE}/{n}": data for n, data in wheel.items()}
     place = "lib_x-2.0.dist-info/RECORD"
-    listed = {"../../../bin/x": "opt/env/bin/x", **{name: f"{SITE}/{name}" for name in names}}
+    listed = {"../../../bin/x": "opt/env/bin/x", **{name: f"{SITE}/{name}" for name in wheel}}
     text = record(tree, listed, place)
     text += b"lib_x/__pycache__/__init__.cpython-312.pyc,,\nlib_x/big.a,sha256=aaaa,1\n"
     tree |= {f"{SITE}/{place}": text, two: "one.so", torch: SHORT}
@@ -155,12 +149,9 @@ def clean(folder: Path) -> Tree:
     removed |= {"stripped": {f"{inside}/torch/lib/libtorch_x.so": hashes}}
     tree["opt/image/removed.json"] = json.dumps(removed).encode()
     # The trainer, as pip writes it with --target: its script's name leads out of the folder.
-    tree["opt/trainer/trainer/__init__.py"] = b""
-    tree["opt/trainer/bin/trainer"] = b"#!/opt/env/bin/python\nmain()\n"
-    listed = {
-        f"{up}{name}": f"opt/trainer/{name}"
-        for up, name in (("", "trainer/__init__.py"), ("../../", "bin/trainer"))
-    }
+    own = {"trainer/__init__.py": b"", "bin/trainer": b"#!/opt/env/bin/python\nmain()\n"}
+    tree |= {f"opt/trainer/{name}": data for name, data in own.items()}
+    listed = {f"{'../../' * (name[0] == 'b')}{name}": f"opt/trainer/{name}" for name in own}
     place = "reproducible_trainer-0.1.0.dist-info/RECORD"
     tree[f"opt/trainer/{place}"] = record(tree, listed, place)
     return tree

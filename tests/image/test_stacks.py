@@ -26,8 +26,7 @@ DEFAULT = ROOT / "stacks" / lock.DEFAULT
 
 @pytest.fixture(params=STACKS, ids=lambda path: path.name)
 def stack(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.param
-    return path
+    return Path(request.param)
 
 
 def locked(stack: Path, target: str, hashed: bool = False) -> list[Any]:
@@ -116,8 +115,6 @@ def test_conda_brings_what_the_trainer_needs_or_a_wheel_does(stack: Path) -> Non
     needed = read_toml(ROOT / "pyproject.toml")["project"]["dependencies"]
     assert {line.partition(">")[0] for line in needed} <= here
 
-
-# Locking.
 
 SHA = "a" * 64
 

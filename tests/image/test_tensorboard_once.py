@@ -15,16 +15,16 @@ def test_links_inside_are_left_out_and_links_elsewhere_followed(tmp_path: Path) 
     for folder in (runs / "one/tensorboard", runs / "two/tensorboard", other / "three/tensorboard"):
         folder.mkdir(parents=True)
         (folder / "events.out.tfevents.1").touch()
-    (runs / "latest").symlink_to("two")
-    (runs / "absolute").symlink_to(runs / "one")
-    (runs / "two/up").symlink_to("..")
-    (runs / "one/self").symlink_to(".")
-    (runs / "root").symlink_to("/")
-    (runs / "far").symlink_to(other)
-    (other / "again").symlink_to(other)
-    (runs / "zone").symlink_to(other / "three")
-    (runs / "broken").symlink_to("nowhere")
-    (runs / "file").symlink_to(runs / "one/tensorboard/events.out.tfevents.1")
+    links: dict[str, str | Path] = {
+        "latest": "two",
+        "absolute": runs / "one",
+        "two/up": "..",
+        "one/self": ".",
+    }
+    links |= {"root": "/", "far": other, "zone": other / "three", "broken": "nowhere"}
+    links |= {"file": runs / "one/tensorboard/events.out.tfevents.1", "../other/again": other}
+    for name, target in links.items():
+        (runs / name).symlink_to(target)
     (tmp_path / "link").symlink_to(runs)
     for top in (runs, tmp_path / "link"):
         seen = [folder for folder, files in walk(str(top)) if "tfevents" in str(files)]
