@@ -15,7 +15,7 @@ from pathlib import Path
 from locks import digest_of, read_conda, read_toml
 
 from tests.container.run import engine
-from tests.helpers.conda_packages import pack
+from tests.helpers.packages import pack
 from trainer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]

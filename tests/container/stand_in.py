@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.helpers.conda_packages import Contents, pack
+from tests.helpers.packages import Contents, pack
 
 HERE = Path(__file__).parent
 CHANNEL = "https://conda.anaconda.org"

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from locks import LockError, read_conda
 
-from tests.helpers.conda_packages import Contents, pack
+from tests.helpers.packages import Contents, pack
 from tests.helpers.programs import Quiet, program, ran, served
 from tests.helpers.waiting import until
 

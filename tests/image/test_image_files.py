@@ -26,7 +26,7 @@ from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
 from locks import Locked, Package, Wheel
 from sbom import bill
 
-from tests.helpers import conda_packages
+from tests.helpers import packages
 from tests.helpers.programs import program
 from tests.helpers.refusals import refusal
 
@@ -47,7 +47,7 @@ Tree = dict[str, Node]
 
 
 def tarred(tree: Tree) -> bytes:
-    return conda_packages.tarred({f"./{path}": node for path, node in tree.items()})
+    return packages.tarred({f"./{path}": node for path, node in tree.items()})
 
 
 def sha256(data: bytes) -> str:
