@@ -37,11 +37,8 @@ def _busy_processes(count: int) -> Iterator[None]:
 def _failed(report: Path) -> list[str]:
     """Cases of a report that failed."""
     cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-    return [
-        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return [f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}" for case in bad]
 
 
 def run_once(condition: str, folder: Path) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from tests.helpers.programs import ran
 
 # Words of Python's logging, and the letters that JupyterLab and TensorBoard write instead.
-_TROUBLE = re.compile(
-    r"\b(WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|Warning\b|Error\b|\[[WE] \d|^[WE]\d{4} ", re.I
-)
+_WORDS = r"\b(WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|Warning\b|Error\b"
+_TROUBLE = re.compile(_WORDS + r"|\[[WE] \d|^[WE]\d{4} ", re.I)
 _HARMLESS = (r"TensorFlow installation not found",)  # TensorBoard, always
 
 

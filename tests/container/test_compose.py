@@ -153,13 +153,8 @@ def test_ssh_lets_a_key_in_and_nothing_else(project: Project) -> None:
 
     def ssh(identity: str, command: str, code: int = 0) -> str:
         safe = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR"]
-        words = (
-            "-p",
-            "2222",
-            "-i",
-            f"/workspace/{identity}",
-            *(f"-o{one}" for one in (*safe, "IdentitiesOnly=yes")),
-        )
+        words: tuple[str, ...] = ("-p", "2222", "-i", f"/workspace/{identity}")
+        words += tuple(f"-o{one}" for one in (*safe, "IdentitiesOnly=yes"))
         given = ("ssh", "ssh", *words, "trainer@127.0.0.1", command)
         return project.compose(*owner, *given, code=code, expected=("denied",))
 
@@ -177,9 +172,7 @@ def test_ssh_lets_a_key_in_and_nothing_else(project: Project) -> None:
     assert project.strangers() == []
 
 
-def test_docker_run_trains_in_a_tight_box_and_stops_with_a_checkpoint(
-    train_image: str, tmp_path: Path
-) -> None:
+def test_docker_trains_in_a_tight_box_and_stops_with_a_checkpoint(train_image: str, tmp_path: Path) -> None:
     """In a folder with a checkout, which isn't the trainer: every process takes the image's own.
 
     PYTHONPATH, which Compose and make set, isn't set here.

@@ -51,7 +51,7 @@ USERS = ("", "0:0", *(f"{_numbers.randrange(2000, 2**31)}:{group}" for group in 
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_anyone_can_train_without_capabilities_network_or_a_disk_to_write_to(
+def test_anyone_trains_without_capabilities_network_or_a_disk_to_write_to(
     train_image: str, user: str
 ) -> None:
     given = [f"--user={user}"] if user else []
@@ -141,10 +141,11 @@ def test_an_image_of_ones_own_is_four_lines(train_image: str, tmp_path: Path) ->
 def test_without_the_entrypoint_all_is_the_same(train_image: str) -> None:
     program = "import os, sys, json; print(json.dumps([dict(os.environ), sys.path, sys.executable]))"
     seen = []
+    plain = (train_image, "python", "-c", program)
     for words in (
-        [train_image, "python", "-c", program],
-        ["--entrypoint=python", train_image, "-c", program],
-        ["--entrypoint=/usr/bin/env", train_image, "python", "-c", program],
+        plain,
+        ("--entrypoint=python", train_image, "-c", program),
+        ("--entrypoint=/usr/bin/env", *plain),
     ):
         environment, path, executable = json.loads(engine("run", *LIMITED, "--hostname=one", *words))
         seen.append(({k: v for k, v in environment.items() if k not in SHELLS_OWN}, path, executable))

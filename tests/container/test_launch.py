@@ -35,9 +35,7 @@ def exit_code(name: str) -> int:
     return int(engine("wait", name))
 
 
-def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_time_limit(
-    script: str, tmp_path: Path
-) -> None:
+def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_limit(script: str, tmp_path: Path) -> None:
     subprocess.run(["sh"], input=script, text=True, check=True, capture_output=True)
     # Which row is the first depends on how fast the machine is.
     wait_for(lambda: "  step " in engine("logs", NAME, code=None, expected=(".*",)), "a row")

@@ -50,11 +50,9 @@ def test_what_is_signed_is_named_and_by_a_version_where_a_tag_says_it(tmp_path: 
     given |= {"GITHUB_REF_NAME": "v0.1.0", "GITHUB_STEP_SUMMARY": str(tmp_path / "told")}
     where = "--stack small --registry localhost:5000/ours"
     sign, tag = (f"python3 scripts/publish.py {what} {where}" for what in ("sign", "tag"))
-    for kind, code, called in (
-        ("branch", 0, [sign, f"{tag} --version "]),
-        ("tag", 0, [sign, f"{tag} --version v0.1.0"]),
-        ("branch", 2, [sign]),
-    ):
+    tags = {"branch": "", "tag": "v0.1.0"}
+    for kind, code in (("branch", 0), ("tag", 0), ("branch", 2)):
+        called = [sign, *([] if code else [f"{tag} --version {tags[kind]}"])]
         program(tools / "python3", f'#!/bin/bash\necho "python3 $*" >> "{calls}"\nexit {code}\n')
         words = ("bash", "-e", "-c", SCRIPTS["image/publish/Sign, attest, name by day and version"])
         done = ran(*words, cwd=tmp_path, env={**given, "GITHUB_REF_TYPE": kind})

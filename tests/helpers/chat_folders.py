@@ -43,12 +43,8 @@ def chat_folder(folder: Path, family: str = "smollm2", template: str | None = No
         blanks = [] if family in _SPELLED else [processors.ByteLevel(trim_offsets=True)]
         tokenizer.post_processor = processors.Sequence([*blanks, adds])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "pad_token": eos,
-    }
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
+    said["pad_token"] = eos
     (folder / "tokenizer_config.json").write_text(json.dumps({**said, **config}))
     chosen = TEMPLATES[family] if template is None else template
     if chosen:

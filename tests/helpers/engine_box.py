@@ -44,21 +44,15 @@ class Machine:
 
     def engine(self, **changes: tuple[int, str, str]) -> None:
         """An engine with every image, without GPUs; other answers by the words that a request begins with."""
-        answers = {
-            "version": (0, "26.1\n", ""),
-            "buildx version": (0, "v0.13\n", ""),
-            "compose version": (0, "2.26\n", ""),
-            "image inspect": (0, "sha256:11aa", ""),
-            "info": (0, '["name=seccomp"]\n', ""),
-            "run --rm --pull=never": (125, "", NO_RUNTIME),
-            "run": (0, "trained\n", ""),
-            "compose -f docker-compose.yml ps": (0, "", ""),
-            "compose -f docker-compose.yml config": (0, self.services(), ""),
-            "compose logs": (0, "", ""),
-            "compose": (0, "", ""),
-        }
+        compose = "compose -f docker-compose.yml"
+        answers = {"version": "26.1\n", "buildx version": "v0.13\n", "compose version": "2.26\n"}
+        answers |= {"image inspect": "sha256:11aa", "info": '["name=seccomp"]\n', "run": "trained\n"}
+        answers |= {f"{compose} ps": "", f"{compose} config": self.services()}
+        answers |= {"compose logs": "", "compose": ""}
+        known = {"run --rm --pull=never": (125, "", NO_RUNTIME)}
+        known |= {key: (0, out, "") for key, out in answers.items()}
         given = {key.replace("_", " ").strip(): value for key, value in changes.items()}
-        self.fake("docker", {**given, **{key: value for key, value in answers.items() if key not in given}})
+        self.fake("docker", {**given, **{key: value for key, value in known.items() if key not in given}})
 
     def services(self, **environment: str) -> str:
         """What Compose says of its file."""

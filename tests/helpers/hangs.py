@@ -121,13 +121,7 @@ class Job:
 
 
 def train_silently(
-    number: int,
-    size: int,
-    port: int,
-    folder: Path,
-    words: Path | None,
-    recipe: Recipe,
-    faults: Sequence[Callable[[int], object]],
+    number: int, size: int, port: int, folder: Path, words: Path | None, recipe: Recipe, faults: Any
 ) -> None:
     """A rank of so many, in a fork that ends with it; `words` is the folder of the launch."""
     become_rank(os.open(os.devnull, os.O_WRONLY), number, size, port)

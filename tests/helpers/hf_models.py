@@ -10,11 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 WORDS, PLACES = 67, 48
-NEEDS = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None
-    or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6),
-    reason="needs transformers, and torch 2.6 for it",
-)
+_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6)
+_LACKS = _OLD or importlib.util.find_spec("transformers") is None
+NEEDS = pytest.mark.skipif(_LACKS, reason="needs transformers, and torch 2.6 for it")
 
 _LLAMA = {"num_key_value_heads": 2, "intermediate_size": 40, "tie_word_embeddings": False}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
@@ -56,9 +54,8 @@ def made(family: str, wild: float = 0.0, **changed: Any) -> Any:
     import transformers
 
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(
-        family, **{**sizes, "max_position_embeddings": PLACES, **_ENDS, **FAMILIES[family], **changed}
-    )
+    keys = {**sizes, "max_position_embeddings": PLACES, **_ENDS, **FAMILIES[family], **changed}
+    config = transformers.AutoConfig.for_model(family, **keys)
     torch.manual_seed(5)
     # "eager" is the library's own formula, soft caps included.
     opens: Any = transformers.AutoModelForCausalLM

@@ -5,7 +5,7 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,11 @@ def wheel(
     return path
 
 
-def pack(
-    target: Path,
-    files: Contents,
-    *,
-    placeholder: tuple[str, Mapping[str, str]] = ("", {}),
-    entry_points: Sequence[str] | None = None,
-) -> str:
-    """Makes CHANNEL/PLATFORM/NAME-VERSION-BUILD.conda or .tar.bz2; returns its sha256.
+def pack(target: Path, files: Contents, placeholder: Any = ("", {}), entry_points: Any = None) -> str:
+    """Makes CHANNEL/PLATFORM/NAME-VERSION-BUILD.conda or .tar.bz2 of files; returns its sha256.
 
-    Args:
-        target: The file.
-        files: What it installs.
-        placeholder: A prefix that is replaced, and the kind of each file that has it: text or binary.
-        entry_points: Of a noarch Python package.
+    `placeholder` is a prefix that is replaced, and the kind of each file that has it: text or binary;
+    `entry_points` are those of a noarch Python package.
     """
     name, version, build = target.name.removesuffix(".conda").removesuffix(".tar.bz2").rsplit("-", 2)
     paths = []

@@ -13,11 +13,9 @@ from tests.helpers.toys import step_under_way
 from trainer.tasks.classification import Classification
 
 Harm = Literal["loss", "gradient", "leap"]
-SEED = {
-    "data": {"augment": "flip"},
-    "optim": {"name": "adamw", "lr": 0.01, "max_grad_norm": 1.0},
-    "ema": {"decay": 0.3},  # so low that it counts from the start
-}
+# The average counts from the start.
+SEED: dict[str, Any] = {"data": {"augment": "flip"}, "ema": {"decay": 0.3}}
+SEED["optim"] = {"name": "adamw", "lr": 0.01, "max_grad_norm": 1.0}
 
 
 def infinite_slope(model: nn.Module) -> torch.Tensor:

@@ -54,12 +54,8 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
     seconds |= {"time/evaluation": 9.0 * ends, "time/checkpoint": 1.2 * ends}
     wall = sum(seconds.values())
     speed = 1024 * EVERY / wall
-    row: dict[str, Any] = {
-        "kind": "train",
-        "step": n * EVERY,
-        "epoch": round(90 * t, 4),
-        "updates": n * EVERY,
-    }
+    row: dict[str, Any] = {"kind": "train", "step": n * EVERY, "epoch": round(90 * t, 4)}
+    row |= {"updates": n * EVERY, "gpu/clock_mhz": 1900 - 100 * t}
     row["loss"] = 6.9 * math.exp(-3 * t) + 1 + 0.1 * draw.random()
     row["lr"] = 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20)
     row["grad_norm"] = 1 / (t + 0.2) + 0.3 * draw.random()
@@ -68,11 +64,7 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
     row |= {"cpu/used": 40 + 20 * draw.random(), "cpu/throttled": 0.05 * draw.random()}
     row |= {"cpu/starved": 0.02 * draw.random(), "disk/read_bytes_per_s": 8e8 * draw.random()}
     row |= {"gpu/utilization": 0.8 + 0.1 * draw.random(), "gpu/power_w": 600 + 50 * draw.random()}
-    row |= {
-        "gpu/temperature_c": 60 + 10 * t,
-        "gpu/clock_mhz": 1900 - 100 * t,
-        "gpu/throttled": 0.1 * (t > 0.8),
-    }
+    row |= {"gpu/temperature_c": 60 + 10 * t, "gpu/throttled": 0.1 * (t > 0.8)}
     row |= {"energy/joules": wall * 4800, "memory/allocated_bytes": 5e10 + 2e9 * draw.random()}
     row |= {"memory/retries": int(n == rows), "memory/rss_bytes": 3e10 + 1e10 * t}
     row["loader/starved"] = 0.1 * draw.random()

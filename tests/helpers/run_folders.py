@@ -20,11 +20,9 @@ from trainer.runs.folder import lock
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The final weights and average."""
-    return {
-        f"{file.stem}/{name}": tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in safetensors.torch.load_file(file).items()
-    }
+    files = sorted(folder.glob("*.safetensors"))
+    found = {file.stem: safetensors.torch.load_file(file) for file in files}
+    return {f"{stem}/{name}": one for stem, tensors in found.items() for name, one in tensors.items()}
 
 
 def same(folder: Path, other: Path) -> bool:

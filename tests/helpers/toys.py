@@ -1,6 +1,6 @@
 """Small tasks whose right answer can be computed another way."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
 from trainer.distributed.parallel import World
-from trainer.observe.checksums import Checksums
-from trainer.observe.log import MetricLogger, Sink, Sources
+from trainer.observe.log import MetricLogger, Sink
 from trainer.train import loop
 from trainer.train.anomaly import AnomalyLog
 from trainer.train.components.run import build
@@ -23,12 +22,9 @@ from trainer.train.state import Run
 from trainer.train.step import take_metrics
 
 # Sections of a recipe for the digits that drops out and clips.
-SMALL: dict[str, Any] = {
-    "max_steps": 5,
-    "data": {"global_batch_size": 32, "micro_batch_size": 16, "augment": "flip"},
-    "model": {"width": 8, "dropout": 0.5},
-    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
-}
+_DATA = {"global_batch_size": 32, "micro_batch_size": 16, "augment": "flip"}
+SMALL: dict[str, Any] = {"max_steps": 5, "data": _DATA, "model": {"width": 8, "dropout": 0.5}}
+SMALL["optim"] = {"lr": 0.01, "max_grad_norm": 1.0}
 LENGTH, FEATURES, CLASSES = 5, 3, 4
 
 
@@ -57,7 +53,7 @@ class TokenTask:
         ragged: bool = True,
         dtype: Any = torch.float64,
         blocks: int = 0,
-        dropout: float = 0.0,
+        dropout: float = 0,
     ) -> None:
         random = np.random.default_rng(samples)
         lengths = random.integers(1, LENGTH + 1, samples) if ragged else np.full(samples, LENGTH)
@@ -107,11 +103,7 @@ def build_alone(recipe: Recipe, task: Any, workers: int = 0) -> Run:
 
 
 def rows_to(
-    run: Run,
-    *sinks: Sink,
-    checksums: Checksums | None = None,
-    sources: Sources | None = None,
-    each_step: Sequence[Callable[[int], None]] = (),
+    run: Run, *sinks: Sink, checksums: Any = None, sources: Any = None, each_step: Any = ()
 ) -> Outputs:
     """Makes outputs that hand records to some sinks, and write nothing."""
     still = None if run.still is None else run.still.refuse

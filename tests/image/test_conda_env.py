@@ -157,9 +157,7 @@ def tree(prefix: Path) -> dict[str, tuple[int, bytes | Path]]:
     return found
 
 
-def test_the_right_hashes_give_the_environment_and_nothing_else_is_asked_for(
-    packages: Channel, make: Make, tmp_path: Path
-) -> None:
+def test_the_right_hashes_give_the_environment_alone(packages: Channel, make: Make, tmp_path: Path) -> None:
     """The same bytes each time; records name every file and the true source."""
     python(packages)
     made = make()
@@ -219,7 +217,7 @@ def test_failures_that_pass_and_that_stay(packages: Channel, make: Make, tmp_pat
     assert made.code == 1 and name in made.error
 
 
-def test_what_is_in_the_cache_is_not_asked_for_unless_corrupt(
+def test_what_is_cached_is_not_asked_for_unless_corrupt(
     packages: Channel, make: Make, tmp_path: Path
 ) -> None:
     name = "/conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"

@@ -10,13 +10,8 @@ from image import Request, archive_words, build_words, check_facts, labels_of, r
 from tests.helpers.programs import program
 from tests.helpers.refusals import refused
 
-FACTS: dict[str, Any] = {
-    "python": "3.12.13",
-    "torch": "2.9.1",
-    "torchvision": "0.24.1",
-    "torchaudio": "2.9.1",
-}
-FACTS |= {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5", "triton": "3.5.1", "trainer": "0.1.0"}
+FACTS: dict[str, Any] = {"python": "3.12.13", "torch": "2.9.1", "torchaudio": "2.9.1", "triton": "3.5.1"}
+FACTS |= {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5", "torchvision": "0.24.1", "trainer": "0.1.0"}
 FACTS |= {"compiler": "g++ 14.4.0", "architectures": [f"sm_{n}" for n in (70, 75, 80, 86, 90, 100, 120)]}
 STACK = "torch2.9-cu128"
 
@@ -68,9 +63,7 @@ def test_a_build_gets_proxies_by_their_names_alone(monkeypatch: pytest.MonkeyPat
     assert "hushed" not in " ".join(words)
 
 
-def test_an_image_that_is_not_its_stack_loses_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_image_that_isnt_its_stack_loses_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     facts, gone = tmp_path / "facts", tmp_path / "gone"
     case = f'case $1 in run) cat "{facts}" ;; rmi) echo "$2" >>"{gone}" ;; esac'
     program(tmp_path / "docker", f"#!/bin/sh\n{case}\n")

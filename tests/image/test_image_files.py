@@ -36,10 +36,8 @@ PYC = f"{SITE}/lib_x/__pycache__/__init__.cpython-312.pyc"
 NEW = sys.version_info >= (3, 11)  # before, the hash in bytecode is another
 ENTRYPOINT = b'#!/bin/sh\nexec "$@"\n'
 PASSWD, LINE = b"root:x:0:0:root:/root:/bin/sh\n", b"trainer:*:1000:1000::/home/trainer:/bin/sh\n"
-KEY = (
-    b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
-    + b"b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMw" * 2
-)
+_LINES = b"b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMw" * 2
+KEY = b"-----BEGIN OPENSSH PRIVATE KEY-----\n" + _LINES
 LONG, SHORT = b"three, with symbols", b"three"
 TOKEN = "ghp_" + "a1B2c3D4e5" * 3 + "x" * 6
 Node = bytes | str | None | tuple[bytes | None, int]  # a file, a link, a folder, a file with its mode
@@ -117,14 +115,11 @@ def clean(folder: Path) -> Tree:
     tree |= {"opt/env/lib/libgone.so": "libgone.so.9", "opt/env/conda-meta/history": b""}
     tree |= {"opt/env/lib/libother.so": "libtool.so.1"}  # of another package: not there when it was built
     packaged = sha256(b"#!/placeholder/bin/sh")
-    rows = [
-        ("bin/tool", "hardlink", packaged),
-        ("lib/libtool.so.1", "hardlink", sha256(b"\x7fELF tool")),
-        ("lib/libtool.so", "softlink", sha256(b"\x7fELF tool")),
-        ("bin/tool-1", "softlink", packaged),
-        *((path, "softlink", sha256(b"")) for path in ("lib64", "lib/libgone.so", "lib/libother.so")),
-        ("lib/libtool.a", "hardlink", "e" * 64),  # pruned
-    ]
+    tool = sha256(b"\x7fELF tool")
+    rows = [("bin/tool", "hardlink", packaged), ("lib/libtool.so.1", "hardlink", tool)]
+    rows += [("lib/libtool.so", "softlink", tool), ("bin/tool-1", "softlink", packaged)]
+    rows += [(path, "softlink", sha256(b"")) for path in ("lib64", "lib/libgone.so", "lib/libother.so")]
+    rows.append(("lib/libtool.a", "hardlink", "e" * 64))  # pruned
     paths: list[dict[str, Any]] = [{"_path": a, "path_type": b, "sha256": c} for a, b, c in rows]
     paths[0]["sha256_in_prefix"] = sha256(b"#!/opt/env/bin/sh")
     paths.append({"_path": "empty", "path_type": "directory"})
@@ -189,11 +184,8 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
     assert {path for path, owner in seen.owners.items() if owner == "repository"} == ours
     counts = {"base": 3, "repository": 6, "conda": 8, "wheel": 8, "trainer": 3, "bytecode": int(NEW)}
     assert Counter(seen.owners.values()) == Counter(counts)
-    parts = [
-        ("conda", "tool", "1.0"),
-        ("wheel", "lib-x", "2.0"),
-        ("trainer", "reproducible-trainer", "0.1.0"),
-    ]
+    parts = [("conda", "tool", "1.0"), ("wheel", "lib-x", "2.0")]
+    parts.append(("trainer", "reproducible-trainer", "0.1.0"))
     assert [(one.kind, one.name, one.version) for one in seen.components] == parts
 
 
@@ -238,12 +230,9 @@ def test_a_planted_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
 def test_what_was_pruned_must_be_listed(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     tree["opt/image/removed.json"] = b'{"removed": [], "linked": {}, "stripped": {}}'
-    assert found(report(tree, tmp_path)) == [
-        ("changed", f"{SITE}/lib_x/two.so"),
-        ("changed", f"{SITE}/torch/lib/libtorch_x.so"),
-        ("missing", "opt/env/lib/libtool.a"),
-        ("missing", f"{SITE}/lib_x/big.a"),
-    ]
+    changed = [("changed", f"{SITE}/{name}") for name in ("lib_x/two.so", "torch/lib/libtorch_x.so")]
+    missing = [("missing", name) for name in ("opt/env/lib/libtool.a", f"{SITE}/lib_x/big.a")]
+    assert found(report(tree, tmp_path)) == changed + missing
     tree["opt/image/removed.json"] = b"[]"
     with pytest.raises(ImageError, match="is not prune_env"):
         report(tree, tmp_path)
@@ -274,13 +263,9 @@ def test_a_library_without_symbols_must_be_the_one_listed_and_come_from_the_reco
 @pytest.mark.skipif(not NEW, reason="bytecode is checked by Python 3.11 and newer")
 def test_bytecode_must_fit_its_source(tmp_path: Path) -> None:
     tree = clean(tmp_path)
-    for content in (
-        bytecode(b"x = 2\n", tmp_path),
-        bytecode(b"x = 1\n", tmp_path, "TIMESTAMP"),
-        bytecode(b"x = 1\n", tmp_path, "CHECKED_HASH"),
-        b"\0" * 16,
-        (3439).to_bytes(2, "little") + b"\r\n" + b"\1\0\0\0" + b"\0" * 8,  # of no Python that is known
-    ):
+    contents = [bytecode(b"x = 1\n", tmp_path, mode) for mode in ("TIMESTAMP", "CHECKED_HASH")]
+    unknown = (3439).to_bytes(2, "little") + b"\r\n" + b"\1\0\0\0" + b"\0" * 8  # of no Python that is known
+    for content in (*contents, bytecode(b"x = 2\n", tmp_path), b"\0" * 16, unknown):
         assert found(report({**tree, PYC: content}, tmp_path)) == [("unowned", PYC)]
     alone = f"{SITE}/lib_x/__pycache__/gone.cpython-312.pyc"
     assert found(report({**tree, alone: tree[PYC]}, tmp_path)) == [("unowned", alone)]

@@ -39,9 +39,7 @@ def test_a_wheel_replaces_what_conda_brought_and_nothing_else_is_fetched_anew(tm
     assert again == ["--reinstall-package=setuptools"] and "--reinstall" not in words
 
 
-def test_bytecode_is_the_same_each_time_and_never_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytecode_is_the_same_and_never_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)  # an image's lies beside the sources
     monkeypatch.setattr(sys, "pycache_prefix", None)
     trees, site = [], tmp_path / "site"  # bytecode names its source's path: the same both times

@@ -55,9 +55,8 @@ def pip_wheel() -> Path:
     """The pip that Python brings, as uv puts none into an environment."""
     spec = importlib.util.find_spec("ensurepip")
     bundled = Path(spec.origin).parent / "_bundled" if spec and spec.origin else Path()
-    return next(
-        (file for folder in (bundled, _DEBIANS) for file in folder.glob("pip-*.whl")), Path("no pip here")
-    )
+    found = (file for folder in (bundled, _DEBIANS) for file in folder.glob("pip-*.whl"))
+    return next(found, Path("no pip here"))
 
 
 @pytest.fixture
@@ -81,10 +80,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Image:
     wheel(wheels, "newer", "1.0", requires="pinned>=2")
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env/bin/python"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))},
-        **{"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "HOME": str(tmp_path)},
-    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    environment = {**inherited, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "HOME": str(tmp_path)}
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     site = tmp_path / f"env/lib/python{version}/site-packages"
     for file in (wheels / "pinned-1.0-py3-none-any.whl", pip_wheel()):
@@ -138,9 +135,7 @@ def test_pip_adds_removes_and_replaces_its_own_and_nothing_of_the_images(image: 
 
 
 @pytest.mark.slow
-def test_a_virtual_environment_of_the_users_own_may_have_another_version(
-    image: Image, tmp_path: Path
-) -> None:
+def test_a_virtual_environment_of_ones_own_may_have_another_version(image: Image, tmp_path: Path) -> None:
     venv.create(tmp_path / "own", symlinks=True)
     image.pip("--python", str(tmp_path / "own/bin/python"), "install", "pinned==2.0")
     assert list(tmp_path.glob("own/lib/python3.*/site-packages/pinned.py"))

@@ -10,14 +10,12 @@ import release
 from tests.helpers.programs import ran
 
 FILES = {
+    **{"trainer/version.py": '__version__ = "0.2.0"\n', "trainer/__init__.py": "", "docs/a.md": "a\n"},
+    "CITATION.cff": "version: 0.2.0\n",
     "pyproject.toml": '[project]\nname = "x"\nversion = "0.2.0"\nreadme = "README.md"\n\n'
     '[project.scripts]\nx = "x:main"\n\n[tool.setuptools]\npackages = ["trainer"]\n',
-    "trainer/version.py": '__version__ = "0.2.0"\n',
-    "trainer/__init__.py": "",
-    "CITATION.cff": "version: 0.2.0\n",
     "CHANGELOG.md": "## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n- New.\n\n## [0.1.0] - 2026-11-22\n",
     "README.md": "[a](docs/a.md) ![p](p.png) [w](https://x.org) [h](#h)\n\n```\n[c](d.md)\n```\n",
-    "docs/a.md": "a\n",
 }
 WHO = ("-c", "user.name=a", "-c", "user.email=a@b")
 URL = "https://code.example/us/trainer"

@@ -10,12 +10,34 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine_box import LISTED, Machine
-from tests.helpers.programs import ran
+from tests.helpers.ports import free_port
+from tests.helpers.programs import program, ran
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = shutil.which("make")
+COPIED = ("scripts/runtime.py", "scripts/engine_checks.py", "scripts/maintain.mk")
 SEES_GPUS = {"run --rm --pull=never": (0, LISTED, "")}
 WITH_GPUS = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    root, tools = tmp_path / "project", tmp_path / "tools"
+    tools.mkdir()
+    for room in ("", "config", "host", "commands", "commands/doctor"):
+        (root / "trainer" / room).mkdir(parents=True)
+        shutil.copy(ROOT / "trainer" / room / "__init__.py", root / "trainer" / room)
+    (root / "scripts").mkdir()
+    files = ("errors.py", "version.py", "config/suggest.py", "host/environment.py", "host/stacks.py")
+    for name in (*(f"trainer/{one}" for one in (*files, "host/stacks.json")), *COPIED):
+        shutil.copy(ROOT / name, root / name)
+    for name in ("bootstrap.py", "image.py"):
+        (root / "scripts" / name).write_text(f"import sys; print('{name}', *sys.argv[1:], flush=True)\n")
+    program(root / ".venv/bin/trainer", '#!/bin/sh\necho "in .venv:" "$@"\nexit 75\n')
+    # Nothing else on PATH: this machine may have an engine or GPUs.
+    port = free_port()  # the first of four
+    ports = {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
+    return Machine(root, tools, {"PATH": str(tools), "HOME": str(tmp_path), **ports})
 
 
 def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
@@ -104,7 +126,6 @@ def test_up_writes_no_env_that_compose_does_not_read(machine: Machine) -> None:
     assert not (machine.root / ".env").exists()
 
 
-SCRIPTS = ("scripts/runtime", "scripts/engine_checks", "scripts/locks")
 NEEDS_MAKE = pytest.mark.skipif(MAKE is None, reason="no make here")
 
 
@@ -180,6 +201,11 @@ def test_down_ends_what_compose_left(machine: Machine) -> None:
 def test_an_old_python_can_read_the_scripts() -> None:
     """With which `make up` and `make venv` are run."""
     names = ["__init__", "version", "errors", "host/__init__", "host/stacks", "config/suggest"]
-    for name in (*SCRIPTS, *(f"trainer/{one}" for one in names)):
+    for name in (
+        "scripts/runtime",
+        "scripts/engine_checks",
+        "scripts/locks",
+        *(f"trainer/{one}" for one in names),
+    ):
         ast.parse((ROOT / f"{name}.py").read_text(), feature_version=(3, 9))
     ast.parse((ROOT / "scripts/bootstrap.py").read_text(), feature_version=(3, 6))

@@ -116,11 +116,8 @@ def main() -> int:
     options.out = options.out.absolute()
     known = read_table(options.out)
     cases = _Cases(DATABASE, _seconds(TIMES))
-    left = [
-        mutant
-        for mutant in mutants_of(ROOT)
-        if mutant.key not in known and options.only in f"{mutant.file} {mutant.what}"
-    ]
+    fresh = [mutant for mutant in mutants_of(ROOT) if mutant.key not in known]
+    left = [mutant for mutant in fresh if options.only in f"{mutant.file} {mutant.what}"]
     bad = in_jobs(left, options.jobs, lambda mutants, copy: _job(mutants, cases, options, copy))
     rows = read_table(options.out).values()
     print(f"{len(rows)} mutants; {sum(not row.saw for row in rows)} that no fast test sees")

@@ -69,13 +69,8 @@ REFUSALS = (
 )
 
 _MEAN = "return F.cross_entropy(model(batch.fields['point']), batch.fields['label'])"
-_TEXTS = {
-    "torn.yaml": "optim: {lr: 0.1",
-    "twice.yaml": "epochs: 1\nepochs: 2",
-    "slip.yaml": "epoch: 3",
-    "empty.py": "",
-    "broken.py": "import nowhere",
-}
+_TEXTS = {"torn.yaml": "optim: {lr: 0.1", "twice.yaml": "epochs: 1\nepochs: 2", "slip.yaml": "epoch: 3"}
+_TEXTS |= {"empty.py": "", "broken.py": "import nowhere"}
 
 
 def refuse(place: Workplace) -> dict[str, dict[str, Any]]:
