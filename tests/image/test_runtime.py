@@ -37,7 +37,9 @@ def machine(tmp_path: Path) -> Machine:
     # Nothing else on PATH: this machine may have an engine or GPUs.
     port = free_port()  # the first of four
     ports = {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
-    return Machine(root, tools, {"PATH": str(tools), "HOME": str(tmp_path), **ports})
+    made = Machine(root, tools, {"PATH": str(tools), "HOME": str(tmp_path), **ports})
+    made.engine()
+    return made
 
 
 def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
@@ -65,7 +67,6 @@ def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
 
 def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> None:
     """.env may name it. What is given reaches Compose by its variables."""
-    machine.engine()
     docker, seen = machine.tools / "docker", machine.tools / "variables"
     docker.write_text(docker.read_text().replace("\ncase ", f"\n/usr/bin/env >{seen}\ncase ", 1))
     for words, stack in (([], []), (["--stack", "torch2.6-cu124"], ["STACK=torch2.6-cu124"])):
@@ -76,7 +77,6 @@ def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> 
 
 
 def test_up_names_the_compose_project_once(machine: Machine) -> None:
-    machine.engine()
     env, before = machine.root / ".env", "A=1\n\n# COMPOSE_PROJECT_NAME=x\n"
     env.write_text(before)
     machine.run("up")
@@ -87,7 +87,6 @@ def test_up_names_the_compose_project_once(machine: Machine) -> None:
 
 
 def test_up_leaves_a_chosen_project_name(machine: Machine) -> None:
-    machine.engine()
     env, text = machine.root / ".env", " export COMPOSE_PROJECT_NAME = 'mine' # ours\nA=1\n"
     env.write_text(text)
     machine.run("up")
@@ -109,7 +108,6 @@ def test_up_keeps_the_project_that_runs_and_writes_through_no_link(machine: Mach
 
 
 def test_up_and_a_port_that_is_taken(machine: Machine) -> None:
-    machine.engine()
     port = machine.env["JUPYTER_PORT"]
     with socket.create_server(("127.0.0.1", int(port))):
         assert f"port {port} of 127.0.0.1 is taken" in machine.refused("up")
@@ -120,17 +118,14 @@ def test_up_and_a_port_that_is_taken(machine: Machine) -> None:
 
 
 def test_up_writes_no_env_that_compose_does_not_read(machine: Machine) -> None:
-    machine.engine()
     out, _ = machine.run("up", COMPOSE_ENV_FILES="1")
     assert "COMPOSE_ENV_FILES" in out and "COMPOSE_PROJECT_NAME=trainer-" in out
     assert not (machine.root / ".env").exists()
 
 
-NEEDS_MAKE = pytest.mark.skipif(MAKE is None, reason="no make here")
-
-
 def make(machine: Machine, *words: str, code: int = 0, **env: str) -> tuple[str, str]:
-    assert MAKE
+    if MAKE is None:
+        pytest.skip("no make here")
     shutil.copy(ROOT / "Makefile", machine.root)
     for name in ("awk", "grep"):
         if not (machine.tools / name).exists():
@@ -139,9 +134,7 @@ def make(machine: Machine, *words: str, code: int = 0, **env: str) -> tuple[str,
     return done.stdout, done.stderr
 
 
-@NEEDS_MAKE
 def test_make_passes_everything_on(machine: Machine) -> None:
-    machine.engine()
     (machine.tools / "python3").symlink_to(sys.executable)
     given = ("RECIPE=gpt-char", "GPUS=0,1", "OUT=my runs/a", "RESUME=1", "ARGS=--set 'a=[1, 2]'")
     out, _ = make(machine, "train", *given, "STACK=x", code=2)  # as the stand-in's code isn't 0
@@ -153,7 +146,6 @@ def test_make_passes_everything_on(machine: Machine) -> None:
     assert machine.asked()[-1][-2:] == ["jupyter", "id"]
 
 
-@NEEDS_MAKE
 def test_make_reads_no_env(machine: Machine) -> None:
     """Its command line, then its environment, where an empty value is none, as in Compose's file."""
 
