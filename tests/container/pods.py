@@ -11,11 +11,9 @@ _SECONDS = 900.0  # each start imports torch six times
 
 
 class Job:
-    """An Indexed Job of several pods on one bridge network; its claim `runs` is a folder of this host.
+    """An Indexed Job of several pods on one bridge network; its claim is the folder `runs` of this host.
 
-    Attributes:
-        runs: That folder.
-        codes: With which its pods ended, by their index, in order.
+    `codes` are those with which its pods ended, by their index, in order.
     """
 
     def __init__(self, text: str, folder: Path) -> None:

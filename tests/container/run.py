@@ -32,14 +32,10 @@ def check_log(text: str, *expected: str) -> str:
 def engine(
     *words: object, code: int | None = 0, expected: Iterable[str] = (), timeout: float = 1200, **options: Any
 ) -> str:
-    """Runs `docker words…`; returns stdout and stderr together.
+    """Runs `docker words…` until it is killed after `timeout` s; returns stdout and stderr together.
 
-    Args:
-        words: What follows `docker`.
-        code: The exit code that is right; None for any.
-        expected: Patterns of lines that may warn or tell of an error.
-        timeout: Seconds until it is killed.
-        options: Of `subprocess.run`: where it runs, and all of its environment.
+    Its exit code must be `code` (None: any), and each line that warns or tells of an error as one of the
+    patterns `expected`; options are those of `subprocess.run`.
     """
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     more = {"capture_output": False, "timeout": timeout, **streams, **options}

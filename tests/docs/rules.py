@@ -193,10 +193,10 @@ def counts() -> Table:
 
 def lowered(table: Table, now: Table) -> Table:
     """A table with the smaller number of both; a file that isn't in the table stays out."""
-    least = {
-        file: {kind: min(number, now.get(file, {}).get(kind, 0)) for kind, number in kinds.items()}
-        for file, kinds in table.items()
-    }
+    least: Table = {}
+    for file, kinds in table.items():
+        found = now.get(file, {})
+        least[file] = {kind: min(number, found.get(kind, 0)) for kind, number in kinds.items()}
     return _without_none(least)
 
 

@@ -80,9 +80,8 @@ def test_the_wheel_alone_trains_each_embedded_recipe(tmp_path: Path) -> None:
     left = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = ran(python, "-I", "-c", TRAIN, cwd=tmp_path, env=left)
     ended = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ended:")]
-    assert ended == [[name, "0"] for name in ("digits", "gpt-stdlib", "dtmf", "digits-detection")], (
-        done.stderr
-    )
+    wanted = [[name, "0"] for name in ("digits", "gpt-stdlib", "dtmf", "digits-detection")]
+    assert ended == wanted, done.stderr
 
 
 def imported() -> Iterator[tuple[str, str]]:

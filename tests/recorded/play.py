@@ -57,14 +57,11 @@ class WrongError(Exception):
 
 
 def play(case: Case, place: Workplace) -> dict[str, Any]:
-    """Plays a case; files that it leaves stay there.
+    """Plays a case, whose files stay there; returns what there is to record, as JSON holds it.
 
-    Returns:
-        What there is to record, as JSON holds it: `codes` of all commands in their order, hashes and norms of
-        the `weights`, `rows` of learning, `evaluations`, the `order` of the samples.
-
-    Raises:
-        WrongError: If an exit code isn't right, or the run in parts has other bits than the whole one.
+    That is `codes` of all commands in their order, hashes and norms of the `weights`, `rows` of learning,
+    `evaluations`, the `order` of the samples. WrongError is raised if an exit code isn't right, or the run in
+    parts has other bits than the whole one.
     """
     folder = place.folder / f"{case.seed}"
     shutil.rmtree(folder, ignore_errors=True)
