@@ -290,17 +290,14 @@ def chaos(sort: str, count: int, seed: int) -> Tally:
             name = f"{sort} {number} (recipe {job.seed})"
             try:
                 name += history(job, folder, seconds, random_, tally.counts).join("[]")
-                tally.judge(name, _is_same(sort, job, folder, whole))
+                if sort == "strategies":
+                    tally.judge(name, distance(folder, whole) <= TOLERANCE)
+                else:
+                    parts = len(job.places) > 1 or parts_of(folder) == parts_of(whole)
+                    tally.judge(name, parts and ending(folder) == ending(whole))
             except (OSError, AssertionError, ValueError) as error:
                 tally.failures.append(f"{name}: lost ({error!r})")
     return tally
-
-
-def _is_same(sort: str, job: Job, folder: Path, whole: Path) -> bool:
-    if sort == "strategies":
-        return distance(folder, whole) <= TOLERANCE
-    parts = len(job.places) > 1 or parts_of(folder) == parts_of(whole)
-    return parts and ending(folder) == ending(whole)
 
 
 @contextmanager

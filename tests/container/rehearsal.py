@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Its own name keeps its images apart from this machine's, which other tests use meanwhile.
 COPIES = {"rehearsal": "torch2.9-cu128", "torch2.6-cu124": "torch2.6-cu124"}
 STACKS = tuple(COPIES)
+PYTHON3 = "/usr/bin/python3"
 BASE = """
 FROM {stand_in} AS full
 RUN cd /usr && rm -rf lib/gcc lib/git-core lib/python3 libexec include bin/*-linux-gnu-* \\
@@ -84,13 +85,6 @@ sys.exit(75 if end == 15 else 0)
 """
 
 
-def python_files(version: str) -> dict[str, bytes | str]:
-    """An environment of the base's own Python, as the package python brings it."""
-    configuration = f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {version}\n"
-    links = dict.fromkeys(("bin/python", "bin/python3"), "/usr/bin/python3")
-    return {"pyvenv.cfg": configuration.encode(), **links}
-
-
 def small_locks(project: Path, channel: Path, address: str) -> None:
     """Makes a package for each line of the locks, and locks with their hashes and this machine's address."""
     for stack, original in COPIES.items():
@@ -101,7 +95,9 @@ def small_locks(project: Path, channel: Path, address: str) -> None:
             for one in read_conda(lock.read_text()):
                 files: dict[str, bytes | str] = {f"share/small/{one.name}": one.record.encode()}
                 if one.name == "python":
-                    files |= python_files("3.11")
+                    # An environment of the base's own Python.
+                    made_of = "home = /usr/bin\ninclude-system-site-packages = false\nversion = 3.11\n"
+                    files |= {"pyvenv.cfg": made_of.encode(), "bin/python": PYTHON3, "bin/python3": PYTHON3}
                 made = channel / one.path  # locks of several stacks have it in common: zip keeps the time
                 digest = digest_of(made) if made.exists() else pack(made, files)
                 lines.append(f"{address}/{one.path}#{digest}")

@@ -80,13 +80,6 @@ def record(tree: Tree, listed: dict[str, str], place: str) -> bytes:
     return "\n".join([*rows, f"{place},,", ""]).encode()
 
 
-def conda_record(name: str, paths: list[dict[str, Any]]) -> bytes:
-    channel = "https://conda.anaconda.org/conda-forge"
-    about = {"name": name, "version": "1.0", "build": "h1_0", "subdir": "linux-64", "license": "MIT"}
-    about |= {"url": f"{channel}/linux-64/{name}-1.0-h1_0.conda", "sha256": "a" * 64, "channel": channel}
-    return json.dumps({**about, "paths_data": {"paths": paths, "paths_version": 1}}).encode()
-
-
 def bytecode(source: bytes, folder: Path, mode: str = "UNCHECKED_HASH") -> bytes:
     """What the compiler of this Python writes."""
     file = folder / "source.py"
@@ -98,8 +91,9 @@ def bytecode(source: bytes, folder: Path, mode: str = "UNCHECKED_HASH") -> bytes
 
 BASE: Tree = {"bin": "usr/bin", "usr/bin/sh": (b"shell", 0o755), "usr/bin/su": (b"su", 0o4755)}
 BASE |= {"etc/passwd": PASSWD, "etc/group": b"root:x:0:\n", "tmp": (None, 0o1777)}
+FORGE = "https://conda.anaconda.org/conda-forge"
 LOCKED = Locked(
-    [Package("tool", "https://conda.anaconda.org/conda-forge/linux-64/tool-1.0-h1_0.conda", "a" * 64)],
+    [Package("tool", f"{FORGE}/linux-64/tool-1.0-h1_0.conda", "a" * 64)],
     [Wheel("lib-x", "2.0", "", ["train"], f"lib-x==2.0 --hash=sha256:{'b' * 64} --hash=sha256:{'c' * 64}")],
 )
 
@@ -123,7 +117,10 @@ def clean(folder: Path) -> Tree:
     paths: list[dict[str, Any]] = [{"_path": a, "path_type": b, "sha256": c} for a, b, c in rows]
     paths[0]["sha256_in_prefix"] = sha256(b"#!/opt/env/bin/sh")
     paths.append({"_path": "empty", "path_type": "directory"})
-    tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = conda_record("tool", paths)
+    about = {"name": "tool", "version": "1.0", "build": "h1_0", "subdir": "linux-64", "license": "MIT"}
+    about |= {"url": f"{FORGE}/linux-64/tool-1.0-h1_0.conda", "sha256": "a" * 64, "channel": FORGE}
+    text = json.dumps({**about, "paths_data": {"paths": paths, "paths_version": 1}}).encode()
+    tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = text
     # A wheel with a script, data, bytecode, and a library that prune_env.py made a link of.
     source, two, torch = b"x = 1\n", f"{SITE}/lib_x/two.so", f"{SITE}/torch/lib/libtorch_x.so"
     wheel = {"__init__.py": source, "libcudnn.so.9": b"cudnn", "one.so": b"one", "two.so": b"one"}
@@ -282,10 +279,8 @@ def test_a_package_that_is_not_locked_is_found(tmp_path: Path) -> None:
     image, base = read(archived(tree)), read(archived(BASE))
     others = Locked([LOCKED.conda[0]._replace(digest="f" * 64)], [LOCKED.wheels[0]._replace(version="2.1")])
     made = [Made("etc/*"), Made("opt/image/*"), Made(f"{SITE}/trainer.pth"), Made("opt/*/conda-meta/history")]
-    assert found(account(image, [base], made, tmp_path, others)) == [
-        ("unlocked", "opt/env/conda-meta/tool-1.0-h1_0.json"),
-        ("unlocked", f"{SITE}/lib_x-2.0.dist-info/RECORD"),
-    ]
+    places = ("opt/env/conda-meta/tool-1.0-h1_0.json", f"{SITE}/lib_x-2.0.dist-info/RECORD")
+    assert found(account(image, [base], made, tmp_path, others)) == [("unlocked", place) for place in places]
 
 
 def test_what_a_package_or_the_base_brings_is_no_secret(tmp_path: Path) -> None:

@@ -45,12 +45,6 @@ class Image:
         return subprocess.check_output([self.python, "-c", code], env=self.environment, text=True)
 
 
-def on_top_program(folder: Path, python: Path) -> Path:
-    """The image's /opt/image/on_top.py, for another Python."""
-    text = (ROOT / "scripts/on_top.py").read_text().partition("\n")[2]
-    return program(folder / "on_top", f"#!{python} -I\n{text}")
-
-
 def pip_wheel() -> Path:
     """The pip that Python brings, as uv puts none into an environment."""
     spec = importlib.util.find_spec("ensurepip")
@@ -88,7 +82,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Image:
         shutil.unpack_archive(file, site, "zip")
     held = tmp_path / "constraints.txt"
     held.write_text(constraints([("pinned", "1.0")]))
-    settings = pip_settings("small", held, str(on_top_program(tmp_path, python)))
+    text = (ROOT / "scripts/on_top.py").read_text().partition("\n")[2]  # of /opt/image, for this Python
+    on_top = program(tmp_path / "on_top", f"#!{python} -I\n{text}")
+    settings = pip_settings("small", held, str(on_top))
     (tmp_path / "env/pip.conf").write_text(settings.replace(folder_of("small"), str(top)))
     line = search_path("small", version).replace(folder_of("small"), str(top))
     (site / "packages_on_top.pth").write_text(line)

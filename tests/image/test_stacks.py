@@ -125,21 +125,6 @@ TREE = [package("1.0", "pear"), package("2.0", "pear >=2"), package("2.0")]
 MD5 = {"md5": "b" * 32}
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Path:
-    """A small pool, with records that must not be taken."""
-    kept: dict[str, Any] = {}
-    for one in TREE:
-        held = {"sha256": SHA, "depends": one.depends, "constrains": one.constrains}
-        kept[one.url.removeprefix(HOST)] = {**MD5, **held}
-    kept["conda-forge/noarch/apple-3.0-0.conda"] = {**MD5, "depends": []}
-    kept["conda-forge/noarch/apple-4.0-0.conda"] = {**MD5, "sha256": SHA}  # depends unknown
-    kept["main/noarch/apple-5.0-0.conda"] = {**MD5, "sha256": SHA, "depends": []}
-    path = tmp_path / "pool.json.xz"
-    path.write_bytes(lzma.compress(json.dumps(kept).encode()))
-    return path
-
-
 Lock = Callable[..., int]
 
 
@@ -155,9 +140,20 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(pool: Path, monkeypatch: pytest.MonkeyPatch) -> Lock:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lock:
+    """Locks from a small pool, with records that must not be taken."""
+    kept: dict[str, Any] = {}
+    for one in TREE:
+        held = {"sha256": SHA, "depends": one.depends, "constrains": one.constrains}
+        kept[one.url.removeprefix(HOST)] = {**MD5, **held}
+    kept["conda-forge/noarch/apple-3.0-0.conda"] = {**MD5, "depends": []}
+    kept["conda-forge/noarch/apple-4.0-0.conda"] = {**MD5, "sha256": SHA}  # depends unknown
+    kept["main/noarch/apple-5.0-0.conda"] = {**MD5, "sha256": SHA, "depends": []}
+    path = tmp_path / "pool.json.xz"
+    path.write_bytes(lzma.compress(json.dumps(kept).encode()))
+
     def run(*words: str) -> int:
-        given = ["lock", "--stack", "fruit", "--only", "conda", "--pool", str(pool), *words]
+        given = ["lock", "--stack", "fruit", "--only", "conda", "--pool", str(path), *words]
         monkeypatch.setattr("sys.argv", given)
         return lock.main()
 

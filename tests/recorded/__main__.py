@@ -53,13 +53,9 @@ def machine() -> dict[str, Any]:
     """Returns what decides the bits of a run on a CPU: processor flags, threads, torch, Python."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return {
-        "flags": " ".join(sorted(flags.partition(":")[2].split())),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": _THREADS,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    here = {"torch": str(torch.__version__), "python": platform.python_version(), "threads": _THREADS}
+    here["capability"] = torch.backends.cpu.get_cpu_capability()
+    return {**here, "flags": " ".join(sorted(flags.partition(":")[2].split()))}
 
 
 def _write(file: Path, cases_of: Path | None, only: int | None) -> int:
