@@ -39,8 +39,7 @@ def test_both_deliver_the_same_kind_of_batch(tmp_path: Path) -> None:
     (np.arange(500_000) % 50_000).astype(np.uint16).tofile(file)
     (batch,) = token_loader(file, 20)(range(19, 20))
     for x, y in (get_batch(file), inputs_and_targets(batch.fields[TOKENS])):
-        for part in (x, y):
-            assert (part.dtype, part.shape) == (torch.int64, (32, 1024))
-            assert part.is_contiguous()
+        kinds = [(part.dtype, part.shape, part.is_contiguous()) for part in (x, y)]
+        assert kinds == [(torch.int64, (32, 1024), True)] * 2
         assert ((x + 1) % 50_000 == y).all()
         assert (x[:, 1:] == y[:, :-1]).all()

@@ -29,8 +29,7 @@ class Lab:
 def lab(dev_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder, port = tmp_path_factory.mktemp("attacked"), free_port()
     (folder / "notes.txt").write_text("inside")
-    (folder / ".hidden").write_text("hidden")
-    for path in (folder, *folder.iterdir()):
+    for path in (folder, folder / "notes.txt"):
         os.chown(path, 1000, 1000)
     limits = ("--cap-drop=ALL", "--security-opt=no-new-privileges")
     mount = ("--volume", f"{folder}:/workspace", "--publish", f"127.0.0.1:{port}:8888")

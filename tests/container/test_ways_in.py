@@ -112,7 +112,6 @@ def test_without_the_entrypoint_a_login_shell_finds_everything(train_image: str)
 
 # Compose keeps [a-z0-9_-] of a project's name, so each pair is one project by its path.
 PAIRS = [("trainer-0.1.0", "trainer-0.10"), ("my proj", "myproj"), ("日本", "中国")]
-NAMING = ("runtime", "engine_checks")
 
 
 def test_each_checkout_is_a_project_of_its_own(project: Project, tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_each_checkout_is_a_project_of_its_own(project: Project, tmp_path: Path)
     folders = [tmp_path / path for pair in PAIRS for path in (*pair, f"elsewhere/{pair[0]}")]
     for folder in folders:
         (folder / "scripts").mkdir(parents=True)
-        for name in ("docker-compose.yml", *(f"scripts/{one}.py" for one in NAMING)):
+        for name in ("docker-compose.yml", "scripts/runtime.py", "scripts/engine_checks.py"):
             shutil.copy(project.root / name, folder / name)
         named = [sys.executable, "-c", "import runtime; runtime.name_project()"]
         where = {"PYTHONPATH": str(project.root)}

@@ -56,8 +56,7 @@ def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float
 def test_the_loop_never_waits_for_the_gpu(mode: str, resident: bool) -> None:
     data = DATA | {"resident": resident, "workers": "auto" if resident else 2}
     losses = losses_on(GPU, strict=True, precision={"mode": mode}, data=data)
-    assert len(losses) == 6
-    assert all(math.isfinite(loss) for loss in losses)
+    assert len(losses) == 6 and all(math.isfinite(loss) for loss in losses)
 
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -113,8 +112,7 @@ def test_a_deterministic_run_that_was_cut_has_the_same_bits(mode: str, cut: int,
     steps(first, range(cut))
     write(tmp_path, cut, tensors_of(first.state), {})
     found, skipped = newest_good(tmp_path)
-    assert found is not None
-    assert not skipped
+    assert found is not None and not skipped
     load_tensors(second.state, cut, found.tensors)
     steps(second, range(cut, 30))
     ends = [tensors_of(run.state) for run in (whole, second)]
