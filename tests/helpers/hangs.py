@@ -38,10 +38,8 @@ from trainer.train import reduction, saving as checkpoints
 from trainer.train.request import Request
 from trainer.train.start.rank import train_rank
 
-PHASES = (
-    *("data", "forward", "backward", "communication", "update", "evaluation", "logging", "checkpoint"),
-    "stopped",
-)
+PHASES: tuple[str, ...] = ("data", "forward", "backward", "communication", "update")
+PHASES += ("evaluation", "logging", "checkpoint", "stopped")
 
 
 class Hang(NamedTuple):

@@ -139,8 +139,8 @@ def _tell() -> int:
 
 def _tell_paths() -> None:
     """Writes its search path, and the launch's variables that its child processes would see."""
-    launchs = [name for name in os.environ if name.startswith("TRAINER") and name != "TRAINER_RANK_OF"]
-    leaked = launchs + [name for name in ("PYTHONSAFEPATH",) if name in os.environ]
+    launchs = ("TRAINER", "PYTHONSAFEPATH")
+    leaked = [name for name in os.environ if name.startswith(launchs) and name != "TRAINER_RANK_OF"]
     told = [trainer.__file__, sys.path, leaked, __spec__.name]
     (FOLDER / f"paths-{RANK}").write_text(json.dumps(told))
 
