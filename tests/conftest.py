@@ -120,9 +120,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _forks(module: Any) -> bool:
     """Whether a module has a helper that starts ranks by a fork."""
-    helpers = {
-        f"tests.helpers.{name}" for name in ("forked", "trained", "hangs", "plugged", "poison", "probe_job")
-    }
+    helpers = {f"tests.helpers.{name}" for name in ("forked", "trained", "hangs", "plugged", "poison")}
     found = [] if module is None else list(vars(module).values())
     return any(getattr(one, "__module__", None) in helpers for one in found)
 

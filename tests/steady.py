@@ -37,21 +37,15 @@ def _busy_processes(count: int) -> Iterator[None]:
 def _failed(report: Path) -> list[str]:
     """Cases of a report that failed."""
     cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-    return [
-        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return [f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}" for case in bad]
 
 
 def run_once(condition: str, folder: Path) -> dict[str, Any]:
     """Runs the suite, or `.ci/run`, under a condition; its log stays in `folder`."""
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
-    words, where, report = (
-        [sys.executable, *_SUITE, f"--junitxml={folder / 'last.xml'}"],
-        ROOT,
-        folder / "last.xml",
-    )
+    report, where = folder / "last.xml", ROOT
+    words = [sys.executable, *_SUITE, f"--junitxml={report}"]
     report.unlink(missing_ok=True)
     if condition == "one-core":
         words = ["taskset", "-c", "0", *words]
@@ -62,14 +56,8 @@ def run_once(condition: str, folder: Path) -> dict[str, Any]:
         began = time.monotonic()
         with (folder / "last.log").open("w") as log, _busy_processes(2 if condition == "busy" else 0):
             code = subprocess.run(words, cwd=where, stdout=log, stderr=log, check=False).returncode
-    return {
-        "commit": commit.strip(),
-        "date": datetime.date.today().isoformat(),
-        "condition": condition,
-        "code": code,
-        "seconds": round(time.monotonic() - began),
-        "failed": _failed(report),
-    }
+    row = {"commit": commit.strip(), "date": datetime.date.today().isoformat(), "condition": condition}
+    return {**row, "code": code, "seconds": round(time.monotonic() - began), "failed": _failed(report)}
 
 
 def main() -> int:

@@ -12,10 +12,7 @@ def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accumulation"]) == 0
     table = table_rows(capsys.readouterr().out)
     assert len(table) == 2 * len(CASES)
-    for row in table:
-        assert row[-1] == "exact"
-        assert row[3] == row[4]
-        assert float(row[5]) <= 1e-12
+    assert all(row[-1] == "exact" and row[3] == row[4] and float(row[5]) <= 1e-12 for row in table), table
 
 
 def test_a_wrong_step_fails_the_bench(

@@ -16,9 +16,8 @@ from trainer.train.state import TrainState, load_tensors
 def test_the_trainer_goes_on_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume"]) == 0
     table = table_rows(capsys.readouterr().out)
-    assert [row[1:] for row in table] == [
-        [str(cut), str(UPDATES - cut), "0", "0", "0", "same", "same"] for cut in CUTS
-    ]
+    same = [[str(cut), str(UPDATES - cut), "0", "0", "0", "same", "same"] for cut in CUTS]
+    assert [row[1:] for row in table] == same
 
 
 def one_bit(state: TrainState, step: int, saved: Any) -> None:

@@ -17,11 +17,7 @@ Capsys = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("theirs", "code", "verdict"), [(2**-7, 0, "met"), (2**-8, 1, "MISSED")])
 def test_a_slower_loader_misses_the_target(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    theirs: float,
-    code: int,
-    verdict: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: Capsys, theirs: float, code: int, verdict: str
 ) -> None:
     """On a clock that each batch moves, of ours by 2**-10 s."""
     clock = Clock()
@@ -43,8 +39,7 @@ def test_both_deliver_the_same_kind_of_batch(tmp_path: Path) -> None:
     (np.arange(500_000) % 50_000).astype(np.uint16).tofile(file)
     (batch,) = token_loader(file, 20)(range(19, 20))
     for x, y in (get_batch(file), inputs_and_targets(batch.fields[TOKENS])):
-        for part in (x, y):
-            assert (part.dtype, part.shape) == (torch.int64, (32, 1024))
-            assert part.is_contiguous()
+        kinds = [(part.dtype, part.shape, part.is_contiguous()) for part in (x, y)]
+        assert kinds == [(torch.int64, (32, 1024), True)] * 2
         assert ((x + 1) % 50_000 == y).all()
         assert (x[:, 1:] == y[:, :-1]).all()

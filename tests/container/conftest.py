@@ -2,9 +2,10 @@
 
 import os
 import shutil
-import subprocess
 
 import pytest
+
+from tests.helpers.programs import ran
 
 STACK = "torch2.9-cu128"
 
@@ -19,16 +20,13 @@ def _missing(why: str) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _engine() -> None:
     """Each of these tests needs an engine."""
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(["docker", "version"], capture_output=True, check=False).returncode
-    ):
+    if not shutil.which("docker") or ran("docker", "version").returncode:
         _missing("no container engine answers here")
 
 
 def _image(target: str) -> str:
     tag = f"trainer:{STACK}-{target}"
-    if subprocess.run(["docker", "image", "inspect", tag], capture_output=True, check=False).returncode:
+    if ran("docker", "image", "inspect", tag).returncode:
         _missing(f"no image {tag} here: make image builds it")
     return tag
 

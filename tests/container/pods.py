@@ -11,11 +11,9 @@ _SECONDS = 900.0  # each start imports torch six times
 
 
 class Job:
-    """An Indexed Job of several pods on one bridge network; its claim `runs` is a folder of this host.
+    """An Indexed Job of several pods on one bridge network; its claim is the folder `runs` of this host.
 
-    Attributes:
-        runs: That folder.
-        codes: With which its pods ended, by their index, in order.
+    `codes` are those with which its pods ended, by their index, in order.
     """
 
     def __init__(self, text: str, folder: Path) -> None:
@@ -59,24 +57,15 @@ class Job:
                 else:
                     environment[variable["name"]] = job_files.single(variable["value"])
             claims = {"runs": self.runs}
-            emptied = [
-                mount["mountPath"]
-                for volume in self._pod["volumes"]
-                for mount in container["volumeMounts"]
-                if volume["name"] == mount["name"] and volume.get("emptyDir") == {}
-            ]
+            empty = [one["name"] for one in self._pod["volumes"] if one.get("emptyDir") == {}]
+            emptied = [one["mountPath"] for one in container["volumeMounts"] if one["name"] in empty]
             binds = {where: claims[claim] for claim, where in (one.split(":") for one in self._mounts)}
             binds |= {"/dev/termination-log": message}
             engine(
                 *("run", "--detach", "--name", name, "--hostname", f"{self.name}-{index}"),
                 # The headless Service's name of the pod.
                 *("--network", self.name, "--network-alias", f"{self.name}-{index}.{self._pod['subdomain']}"),
-                *(
-                    "--user",
-                    f"{user['runAsUser']}:{user['runAsGroup']}",
-                    "--group-add",
-                    self._pod["securityContext"]["fsGroup"],
-                ),
+                *("--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--group-add", user["fsGroup"]),
                 *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
                 *("--cpus", limits["cpu"], "--memory", limits["memory"].removesuffix("i")),
                 *("--shm-size", "1g", "--stop-timeout", self._pod["terminationGracePeriodSeconds"]),

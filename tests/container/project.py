@@ -2,14 +2,19 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.container.run import engine
 from tests.helpers.ports import free_port
+from tests.helpers.programs import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = 12345
@@ -36,6 +41,9 @@ def free_ports(count: int) -> list[str]:
     return [str(free_port()) for _ in range(count)]
 
 
+ALL = ("--profile", "train", "--profile", "ssh")
+
+
 @dataclass
 class Project:
     """A checkout with its Compose project, named by its folder."""
@@ -43,30 +51,18 @@ class Project:
     root: Path
     env: dict[str, str]
 
-    def compose(
-        self,
-        *words: str,
-        code: int | None = 0,
-        expected: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None,
-    ) -> str:
-        """Runs `docker compose words…` in the checkout."""
-        everything = {**self.env, **(env or {})}
-        return engine(
-            "compose",
-            "--progress",
-            "quiet",
-            *words,
-            code=code,
-            expected=expected,
-            cwd=self.root,
-            env=everything,
-        )
+    def compose(self, *words: str, env: Mapping[str, str] | None = None, **options: Any) -> str:
+        """Runs `docker compose words…` in the checkout; options are those of `engine`."""
+        given = {**self.env, **(env or {})}
+        return engine("compose", "--progress", "quiet", *words, cwd=self.root, env=given, **options)
+
+    def script(self, *words: str) -> str:
+        """Runs `scripts/runtime.py words…` in the checkout; returns its stdout."""
+        options: dict[str, Any] = {"cwd": self.root, "env": self.env, "stdin": subprocess.DEVNULL}
+        return ran(sys.executable, "scripts/runtime.py", *words, code=0, **options).stdout
 
     def container(self, service: str) -> str:
-        return self.compose(
-            "--profile", "train", "--profile", "ssh", "ps", "--all", "--quiet", service
-        ).strip()
+        return self.compose(*ALL, "ps", "--all", "--quiet", service).strip()
 
     def strangers(self) -> list[str]:
         """Files in the checkout that don't belong to its owner."""
@@ -74,16 +70,18 @@ class Project:
         return [str(path) for path in self.root.rglob("*") if path.lstat().st_uid != owner]
 
     def down(self) -> None:
-        self.compose("--profile", "train", "--profile", "ssh", "down", "--volumes", "--timeout", "5")
+        self.compose(*ALL, "down", "--volumes", "--timeout", "5")
 
 
-def start_project(folder: Path, **options: int) -> Project:
+@contextmanager
+def started_project(folder: Path, **options: int) -> Iterator[Project]:
     jupyter, tensorboard, ssh = free_ports(3)
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("JUPYTER_TOKEN", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "STACK")
-    }
+    ours = ("JUPYTER_TOKEN", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "STACK")
+    env = {key: value for key, value in os.environ.items() if key not in ours}
     env |= {"JUPYTER_PORT": jupyter, "TENSORBOARD_PORT": tensorboard, "SSH_PORT": ssh}
     env |= {"COMPOSE_PROJECT_NAME": f"trainer-test-{os.getpid()}-{jupyter}"}
-    return Project(copy_checkout(folder, **options), env)
+    project = Project(copy_checkout(folder, **options), env)
+    try:
+        yield project
+    finally:
+        project.down()

@@ -9,18 +9,13 @@ import json
 import re
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from locks import digest_of, read_conda, read_toml
 
 from tests.container.run import engine
-from tests.helpers.conda_packages import pack
+from tests.helpers.packages import pack
 from trainer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Its own name keeps its images apart from this machine's, which other tests use meanwhile.
 COPIES = {"rehearsal": "torch2.9-cu128", "torch2.6-cu124": "torch2.6-cu124"}
 STACKS = tuple(COPIES)
+PYTHON3 = "/usr/bin/python3"
 BASE = """
 FROM {stand_in} AS full
 RUN cd /usr && rm -rf lib/gcc lib/git-core lib/python3 libexec include bin/*-linux-gnu-* \\
@@ -89,13 +85,6 @@ sys.exit(75 if end == 15 else 0)
 """
 
 
-def python_files(version: str) -> dict[str, bytes | str]:
-    """An environment of the base's own Python, as the package python brings it."""
-    configuration = f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {version}\n"
-    links = dict.fromkeys(("bin/python", "bin/python3"), "/usr/bin/python3")
-    return {"pyvenv.cfg": configuration.encode(), **links}
-
-
 def small_locks(project: Path, channel: Path, address: str) -> None:
     """Makes a package for each line of the locks, and locks with their hashes and this machine's address."""
     for stack, original in COPIES.items():
@@ -106,7 +95,9 @@ def small_locks(project: Path, channel: Path, address: str) -> None:
             for one in read_conda(lock.read_text()):
                 files: dict[str, bytes | str] = {f"share/small/{one.name}": one.record.encode()}
                 if one.name == "python":
-                    files |= python_files("3.11")
+                    # An environment of the base's own Python.
+                    made_of = "home = /usr/bin\ninclude-system-site-packages = false\nversion = 3.11\n"
+                    files |= {"pyvenv.cfg": made_of.encode(), "bin/python": PYTHON3, "bin/python3": PYTHON3}
                 made = channel / one.path  # locks of several stacks have it in common: zip keeps the time
                 digest = digest_of(made) if made.exists() else pack(made, files)
                 lines.append(f"{address}/{one.path}#{digest}")
@@ -122,9 +113,8 @@ def push_bases(stand_in: str, registry: str, folder: Path) -> dict[str, str]:
         remote = f"{registry}/{name if '/' in name else f'library/{name}'}"
         given = f"type=image,name={remote},push=true,compression=gzip"
         engine("buildx", "build", "--quiet", "--provenance=false", "--output", given, folder)
-        digests[name] = json.loads(
-            engine("buildx", "imagetools", "inspect", remote, "--format", "{{json .Manifest.Digest}}")
-        )
+        asked = ("buildx", "imagetools", "inspect", remote, "--format", "{{json .Manifest.Digest}}")
+        digests[name] = json.loads(engine(*asked))
     return digests
 
 
@@ -139,9 +129,8 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace(f'"{COPIES[STACKS[0]]}"', f'"{STACKS[0]}"'))
     head = (ROOT / "Dockerfile").read_text().partition("# PyTorch and what the trainer needs")[0]
-    head = head.replace(
-        '/opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools', "true"
-    )
+    uv = '/opt/conda/bin/python -B /tools/locks.py "/stacks/$STACK/wheels.lock" /tools'
+    head = head.replace(uv, "true")
     for name, digest in digests.items():
         head = re.sub(rf"(?<= {re.escape(name)}@)sha256:\w+", digest, head)
     (folder / "Dockerfile").write_text(head + TAIL)
@@ -153,10 +142,9 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
     small = folder / "scripts" / "rehearsal"
     small.mkdir()
     (folder / "scripts/image_facts.py").write_text(f"print({json.dumps(facts)!r})\n")
-    for program, text in (
-        ("dumb-init", INIT), ("trainer", TRAINER), ("jupyter", SERVER), ("tensorboard", SERVER),
-    ):  # fmt: skip
-        (small / program).write_text(text)
+    programs = {"dumb-init": INIT, "trainer": TRAINER, "jupyter": SERVER, "tensorboard": SERVER}
+    for name, text in programs.items():
+        (small / name).write_text(text)
     commit(folder, "init", "--quiet")
     return folder
 
@@ -166,22 +154,6 @@ def commit(project: Path, *first: str) -> None:
     who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
     for words in (first or ("status",), ("add", "--all"), (*who, "commit", "--quiet", "--message", "small")):
         subprocess.run(["git", "-C", project, *words], check=True, capture_output=True)
-
-
-@contextmanager
-def served(folder: Path, host: str) -> Iterator[str]:
-    """Serves a folder over http; gives the address."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer((host, 0), partial(Quiet, directory=str(folder))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://{host}:{server.server_port}"
-        finally:
-            server.shutdown()
 
 
 def gateway() -> str:

@@ -4,18 +4,16 @@ import http.client
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from tests.helpers.programs import ran
 
 # Words of Python's logging, and the letters that JupyterLab and TensorBoard write instead.
-_TROUBLE = re.compile(
-    r"\b(WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|Warning\b|Error\b|\[[WE] \d|^[WE]\d{4} ", re.I
-)
-# What is well known and of no consequence.
-_HARMLESS = (
-    r"TensorFlow installation not found",  # TensorBoard, always
-)
+_WORDS = r"\b(WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|Warning\b|Error\b"
+_TROUBLE = re.compile(_WORDS + r"|\[[WE] \d|^[WE]\d{4} ", re.I)
+_HARMLESS = (r"TensorFlow installation not found",)  # TensorBoard, always
 
 
 def trouble(text: str, expected: Iterable[str] = ()) -> list[str]:
@@ -32,39 +30,26 @@ def check_log(text: str, *expected: str) -> str:
 
 
 def engine(
-    *words: object,
-    code: int | None = 0,
-    expected: Iterable[str] = (),
-    stdin: str | None = None,
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 1200,
+    *words: object, code: int | None = 0, expected: Iterable[str] = (), timeout: float = 1200, **options: Any
 ) -> str:
-    """Runs `docker words…`; returns stdout and stderr together.
+    """Runs `docker words…` until it is killed after `timeout` s; returns stdout and stderr together.
 
-    Args:
-        words: What follows `docker`.
-        code: The exit code that is right; None for any.
-        expected: Patterns of lines that may warn or tell of an error.
-        stdin: What the program reads.
-        cwd: Where it runs.
-        env: All of its environment; None: that of the test.
-        timeout: Seconds until it is killed.
+    Its exit code must be `code` (None: any), and each line that warns or tells of an error as one of the
+    patterns `expected`; options are those of `subprocess.run`.
     """
-    done = subprocess.run(
-        ["docker", *map(str, words)],
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=env,
-        timeout=timeout,
-    )
-    assert code in (None, done.returncode), f"exit code {done.returncode}, not {code}:\n{done.stdout}"
-    return check_log(done.stdout, *expected)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    more = {"capture_output": False, "timeout": timeout, **streams, **options}
+    return check_log(ran("docker", *words, code=code, **more).stdout, *expected)
+
+
+@contextmanager
+def running(name: str, *words: object) -> Iterator[str]:
+    """A container in the background, of `docker run words…`, until it is deleted."""
+    try:
+        engine("run", "--detach", "--name", name, *words)
+        yield name
+    finally:
+        engine("rm", "--force", "--volumes", name, code=None, expected=(".*",))
 
 
 class Answer(NamedTuple):

@@ -6,52 +6,31 @@ hash in a lock: so the image's own scripts fetch, check and install it as they d
 """
 
 import argparse
-import hashlib
-import io
-import json
 import shutil
 import subprocess
-import tarfile
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.helpers.packages import Contents, pack
 
 HERE = Path(__file__).parent
 CHANNEL = "https://conda.anaconda.org"
 WHERE = "opt/stand-in"
 
 
-def package(folder: Path, name: str, version: str, files: dict[str, bytes], links: dict[str, str]) -> str:
-    """Packs files (by path) and symlinks (to their targets); returns the line for a lock."""
-    kinds = {**dict.fromkeys(files, "hardlink"), **dict.fromkeys(links, "softlink")}
-    paths = [
-        {"_path": path, "path_type": kind, "sha256": hashlib.sha256(files.get(path, b"")).hexdigest()}
-        for path, kind in sorted(kinds.items())
-    ]
-    index = {"name": name, "version": version, "build": "standin_0", "build_number": 0, "subdir": "linux-64"}
-    index |= {"depends": [], "license": "PSF-2.0"}
-    info = {
-        "info/index.json": json.dumps(index).encode(),
-        "info/paths.json": json.dumps({"paths": paths, "paths_version": 1}).encode(),
-        "info/files": "".join(f"{path}\n" for path in sorted(kinds)).encode(),
-    }
+def package(folder: Path, name: str, version: str, files: Contents) -> str:
+    """Packs files and links; returns the line for a lock."""
     target = folder / "conda-forge" / "linux-64" / f"{name}-{version}-standin_0.tar.bz2"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(target, "w:bz2") as tar:
-        for path, content in {**info, **files}.items():
-            member = tarfile.TarInfo(path)
-            member.size, member.mode = len(content), 0o755 if path.startswith("bin/") else 0o644
-            tar.addfile(member, io.BytesIO(content))
-        for path, goal in links.items():
-            member = tarfile.TarInfo(path)
-            member.type, member.linkname = tarfile.SYMTYPE, goal
-            tar.addfile(member)
-    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    digest = pack(target, files)
     return f"{CHANNEL}/{target.relative_to(folder)}#{digest}\n"
 
 
 def pip_of(library: Path, folder: Path) -> str:
     """Packs the pip of an environment, as conda does, without its wheel's RECORD."""
     (info,) = (library / "site-packages").glob("pip-*.dist-info")
-    files = {
+    files: dict[str, bytes | str] = {
         f"lib/{path.relative_to(library.parent)}": path.read_bytes()
         for place in (info.with_name("pip"), info)
         for path in sorted(place.rglob("*"))
@@ -59,7 +38,7 @@ def pip_of(library: Path, folder: Path) -> str:
     }
     program = "import sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
     files["bin/pip"] = f"#!/opt/env/bin/python\n{program}".encode()
-    return package(folder, "pip", info.stem.removeprefix("pip-"), files, {})
+    return package(folder, "pip", info.stem.removeprefix("pip-"), files)
 
 
 def main() -> None:
@@ -78,13 +57,13 @@ def main() -> None:
     minor = full.rpartition(".")[0]
     folder = tree / WHERE
     configuration = f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {full}\n".encode()
-    python = {f"bin/{name}": f"python{minor}" for name in ("python", "python3")}
-    python[f"bin/python{minor}"] = f"/usr/bin/python{minor}"
-    lock = package(folder, "python", full, {"pyvenv.cfg": configuration}, python)
+    python: dict[str, bytes | str] = {f"bin/{name}": f"python{minor}" for name in ("python", "python3")}
+    python |= {f"bin/python{minor}": f"/usr/bin/python{minor}", "pyvenv.cfg": configuration}
+    lock = package(folder, "python", full, python)
     lock += pip_of(tree / f"opt/conda/lib/python{minor}", folder)
     (folder / "conda.lock").write_text(f"@EXPLICIT\n{lock}")
     tools = {"share/tools": b"git and openssh are Debian's own in this image\n"}
-    (folder / "conda-dev.lock").write_text(f"@EXPLICIT\n{package(folder, 'tools', '1.0', tools, {})}")
+    (folder / "conda-dev.lock").write_text(f"@EXPLICIT\n{package(folder, 'tools', '1.0', tools)}")
 
 
 if __name__ == "__main__":

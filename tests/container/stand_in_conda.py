@@ -133,17 +133,11 @@ def install(file: Path, prefix: Path, python: str) -> dict[str, Any]:
             script.chmod(0o755)
             listed.append(f"bin/{command}")
             record_paths.append({"_path": listed[-1], "path_type": "unix_python_entry_point"})
-    return {
-        **index,
-        "fn": file.name,
-        "url": file.as_uri(),
-        "channel": file.parent.parent.as_uri(),
-        "extracted_package_dir": str(file.with_suffix("")),
-        "package_tarball_full_path": str(file),
-        "link": {"source": str(file.with_suffix("")), "type": 1},
-        "files": listed,
-        "paths_data": {"paths": record_paths, "paths_version": 1},
-    }
+    folder, channel = str(file.with_suffix("")), file.parent.parent.as_uri()
+    record = {**index, "fn": file.name, "url": file.as_uri(), "channel": channel, "files": listed}
+    record |= {"extracted_package_dir": folder, "package_tarball_full_path": str(file)}
+    record |= {"link": {"source": folder, "type": 1}}
+    return {**record, "paths_data": {"paths": record_paths, "paths_version": 1}}
 
 
 def main() -> None:

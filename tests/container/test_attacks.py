@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.container.run import Answer, ask, engine, wait_for
+from tests.container.run import Answer, ask, engine, running, wait_for
 from tests.helpers.ports import free_port
 
 # Nightly: make image-test ARGS="-m slow".
@@ -29,17 +29,12 @@ class Lab:
 def lab(dev_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder, port = tmp_path_factory.mktemp("attacked"), free_port()
     (folder / "notes.txt").write_text("inside")
-    (folder / ".hidden").write_text("hidden")
-    for path in (folder, *folder.iterdir()):
+    for path in (folder, folder / "notes.txt"):
         os.chown(path, 1000, 1000)
-    name = f"trainer-test-{port}"
     limits = ("--cap-drop=ALL", "--security-opt=no-new-privileges")
     mount = ("--volume", f"{folder}:/workspace", "--publish", f"127.0.0.1:{port}:8888")
-    try:
-        engine("run", "--detach", "--name", name, *limits, *mount, dev_image, "jupyter")
+    with running(f"trainer-test-{port}", *limits, *mount, dev_image, "jupyter") as name:
         yield Lab(name, port)
-    finally:
-        engine("rm", "--force", "--volumes", name)
 
 
 def test_nothing_is_told_without_the_token(lab: Lab) -> None:
@@ -53,10 +48,8 @@ def test_nothing_is_told_without_the_token(lab: Lab) -> None:
     given = lab.ask(f"/lab?token={lab.token}").cookies
     (cookie,) = [one.partition(";")[0] for one in given if one.startswith("username-")]
     assert lab.ask("/api/contents", Cookie=cookie).code == 200
-    assert lab.ask("/api/terminals", "POST", "{}", Cookie=cookie, Origin="http://evil.example").code in (
-        403,
-        404,
-    )
+    elsewhere = {"Cookie": cookie, "Origin": "http://evil.example"}
+    assert lab.ask("/api/terminals", "POST", "{}", **elsewhere).code in (403, 404)
 
 
 def test_the_token_is_where_it_was_printed_and_nowhere_else(lab: Lab) -> None:
@@ -76,17 +69,14 @@ def test_the_token_is_where_it_was_printed_and_nowhere_else(lab: Lab) -> None:
 
 
 def test_a_token_of_the_users_own_is_no_option_of_a_process(dev_image: str) -> None:
-    name = f"trainer-test-{free_port()}"
-    engine("run", "--detach", "--name", name, "--env", "JUPYTER_TOKEN=mine-0123456789", dev_image, "jupyter")
-    try:
+    given = ("--env", "JUPYTER_TOKEN=mine-0123456789")
+    with running(f"trainer-test-{free_port()}", *given, dev_image, "jupyter") as name:
         wait_for(lambda: "is running at" in engine("logs", name), "JupyterLab")
         assert "mine-0123456789" not in engine("logs", name)
         listed = engine("exec", name, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
         assert "jupyter-lab" in listed and "mine-0123456789" not in listed
         other = ("exec", "--user=4321", name, "cat", "/proc/7/environ")
         assert "mine-0123456789" not in engine(*other, code=None, expected=(".*",))
-    finally:
-        engine("rm", "--force", "--volumes", name)
 
 
 SSH = """

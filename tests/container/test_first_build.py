@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.container.project import free_ports
-from tests.container.rehearsal import STACKS, gateway, make_project, push_bases, served
+from tests.container.rehearsal import STACKS, gateway, make_project, push_bases
 from tests.container.run import engine
+from tests.helpers.programs import folder_served, ran
 from tests.helpers.waiting import until
 from trainer.version import __version__
 
@@ -37,11 +38,8 @@ class Rehearsal:
 
     def publish(self, *words: str, code: int = 0, **env: str) -> str:
         """Runs publish.py in the project; returns what it said, of a failure what stderr has."""
-        command = [sys.executable, "-B", str(self.project / "scripts/publish.py"), *words]
-        done = subprocess.run(
-            command, env={**os.environ, **env}, cwd=self.project, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, done.stdout[-4000:] + done.stderr
+        script, more = self.project / "scripts/publish.py", {**os.environ, **env}
+        done = ran(sys.executable, "-B", script, *words, code=code, env=more, cwd=self.project)
         assert "Traceback" not in done.stdout + done.stderr
         return done.stdout if code == 0 else done.stderr
 
@@ -49,10 +47,9 @@ class Rehearsal:
         """Runs the first build; returns its lines, which its log has, too."""
         names = ("JUPYTER_PORT", "TENSORBOARD_PORT", "SSH_PORT")
         ports = dict(zip(names, free_ports(3), strict=True))
-        command = [str(self.project / "scripts/first_build"), STACK, "--need-gb=1"]
         more = {**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1", **ports}
-        done = subprocess.run(command, env=more, capture_output=True, text=True, check=False)
-        assert done.returncode == code and not done.stderr, done.stdout[-4000:] + done.stderr
+        done = ran(self.project / "scripts/first_build", STACK, "--need-gb=1", code=code, env=more)
+        assert not done.stderr, done.stderr
         assert done.stdout == (self.project / "build/first-build/log.txt").read_text()
         assert (self.project / f"build/first-build/{STACK}.json").exists() == (code == 0)
         return done.stdout.splitlines()
@@ -77,18 +74,15 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program = shutil.which("docker-registry")
     mirrors = engine("info", "--format", "{{json .RegistryConfig.Mirrors}}")
     if program is None or REGISTRY not in mirrors:
-        pytest.skip(
-            "needs docker-registry (a package of Debian's) and the engine of tests/container/engine.sh"
-        )
+        pytest.skip("needs docker-registry (of Debian's) and the engine of tests/container/engine.sh")
     folder = tmp_path_factory.mktemp("registry")
     storage = f"{{filesystem: {{rootdirectory: {folder}/blobs}}}}"
     text = f"version: 0.1\nstorage: {storage}\nhttp: {{addr: '{REGISTRY}'}}\n"
     (folder / "config.yml").write_text(text)
-    with subprocess.Popen(
-        [program, "serve", folder / "config.yml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        until(lambda: engine("buildx", "imagetools", "inspect", f"{REGISTRY}/no:no", code=1, expected=[".*"])
-              .endswith(": not found\n"))  # fmt: skip
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    nothing = ("buildx", "imagetools", "inspect", f"{REGISTRY}/no:no")
+    with subprocess.Popen([program, "serve", folder / "config.yml"], **silent) as process:
+        until(lambda: engine(*nothing, code=1, expected=[".*"]).endswith(": not found\n"))
         yield REGISTRY
         process.terminate()
     shutil.rmtree(folder)
@@ -103,7 +97,7 @@ def first(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     folder = tmp_path_factory.mktemp("first")
     digests = push_bases(stand_in, registry, folder / "base")
     (folder / "channel").mkdir()
-    with served(folder / "channel", gateway()) as address:
+    with folder_served(folder / "channel", gateway()) as address:
         project = make_project(folder / "project", digests, folder / "channel", address)
         yield Rehearsal(project, folder / "channel", address, digests)
     names = (f"trainer:{STACK}-{target}" for target in ("train", "dev"))  # the test removes one itself
@@ -123,15 +117,11 @@ def test_it_proves_itself_and_only_that_is_published(first: Rehearsal, tmp_path:
     assert "first-build" in first.publish("push", *ours, code=2)
     lines = first.build()
     about = json.loads((first.project / f"build/first-build/{STACK}.json").read_text())
-    assert list(about["images"]) == ["train", "dev"]
-    assert about["bases"] == first.digests
+    assert list(about["images"]) == ["train", "dev"] and about["bases"] == first.digests
     for digest in about["images"].values():
         assert any(f"two builds gave {digest} (" in line for line in lines)
-    published(first, about["images"], ours, tmp_path)
-
-
-def published(first: Rehearsal, images: dict[str, str], ours: tuple[str, ...], tmp_path: Path) -> None:
-    """Pushes, signs, tags, pulls and runs what was tested, as the workflow image does."""
+    # Pushed, signed, tagged, pulled and run, as the workflow image does it.
+    images = about["images"]
     first.publish("push", *ours)
     key: dict[str, Any] = {"COSIGN_PASSWORD": ""}
     subprocess.run(["cosign", "generate-key-pair"], cwd=tmp_path, env={**os.environ, **key}, check=True)

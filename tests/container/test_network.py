@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 from tests.container.kernel import KERNEL
-from tests.container.run import engine, wait_for
+from tests.container.run import engine, running, wait_for
 
 pytestmark = pytest.mark.container
 
@@ -25,10 +25,9 @@ def watched(image: str, *command: str) -> Iterator[tuple[str, Callable[[], int]]
         assert "TRAINER_REQUIRE_IMAGES" not in os.environ, "root, nsenter or ip is missing"
         pytest.skip("laying a cable in a container's network needs root, nsenter and ip")
     name = f"trainer-watched-{os.getpid()}"
-    try:
-        # Of a name that nobody answers for, a second is enough.
-        names = (f"--dns={_NAMES}", "--dns-option=timeout:1", "--dns-option=attempts:1")
-        engine("run", "--detach", f"--name={name}", "--network=none", *names, image, *command)
+    # Of a name that nobody answers for, a second is enough.
+    names = (f"--dns={_NAMES}", "--dns-option=timeout:1", "--dns-option=attempts:1")
+    with running(name, "--network=none", *names, image, *command):
         process = engine("inspect", "--format", "{{.State.Pid}}", name).strip()
 
         def ip(words: str) -> None:
@@ -41,8 +40,6 @@ def watched(image: str, *command: str) -> Iterator[tuple[str, Callable[[], int]]
         ip("route add default dev out")
         counter = "/sys/class/net/out/statistics/tx_packets"
         yield name, lambda: int(engine("exec", name, "cat", counter))
-    finally:
-        engine("rm", "--force", name)
 
 
 def test_an_attempt_would_be_seen(train_image: str) -> None:

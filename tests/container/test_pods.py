@@ -44,7 +44,7 @@ def test_two_pods_are_one_job_and_one_that_comes_late_is_waited_for(whole: Job) 
     assert whole.message(0) == whole.message(1) == ""
 
 
-def test_a_pod_that_is_drained_stops_the_job_which_goes_on_to_the_same_bits(
+def test_a_drained_pod_stops_the_job_which_goes_on_alike(
     whole: Job, train_image: str, tmp_path: Path
 ) -> None:
     """Hosts that die are in tests/launch."""

@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.container.run import engine, wait_for
+from tests.container.run import engine, running, wait_for
+from tests.helpers.programs import program, ran
 
 pytestmark = pytest.mark.container
 
@@ -17,14 +17,9 @@ QUICK = ("trainer", "train", "digits", "--set=max_steps=1", "--set=parallel.thre
 
 def typed(line: str, folder: Path, *more: str) -> str:
     """What a line says that this checkout's owner types in a folder; more words follow it."""
-    tools = folder.parent / "tools"
-    tools.mkdir(exist_ok=True)
-    (tools / "id").write_text(f"#!/bin/sh\necho {OWNER}\n")
-    (tools / "id").chmod(0o755)
+    tools = program(folder.parent / "tools/id", f"#!/bin/sh\necho {OWNER}\n").parent
     path = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-    words = ["sh", "-c", f'{line} "$@"', "sh", *more]
-    done = subprocess.run(words, cwd=folder, env=path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran("sh", "-c", f'{line} "$@"', "sh", *more, code=0, cwd=folder, env=path)
     return done.stdout + done.stderr
 
 
@@ -73,10 +68,6 @@ def test_the_lines_of_sshd(dev_image: str, home: Path) -> None:
     typed(f"chmod a+r '{key}'", home)
     none = engine("run", "--rm", dev_image, "sshd", code=2)
     assert "-v FILE:/run/authorized_keys:ro with docker run" in none
-    name = f"trainer-test-{os.getpid()}-sshd"
-    try:
-        engine("run", "--detach", "--name", name, *mount, dev_image, "sshd", "-p", "2200")
+    with running(f"trainer-test-{os.getpid()}-sshd", *mount, dev_image, "sshd", "-p", "2200") as name:
         wait_for(lambda: "listening on" in engine("logs", name), "sshd")
         assert "port 2200." in engine("logs", name) and "port 2222." not in engine("logs", name)
-    finally:
-        engine("rm", "--force", name)

@@ -11,14 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.container.kernel import TERMINAL
-from tests.container.project import OWNER, Project, start_project
-from tests.container.run import ask, engine, wait_for
+from tests.container.project import OWNER, Project, started_project
+from tests.container.run import ask, engine, running, wait_for
 from tests.helpers.packages import wheel
 from tests.helpers.ports import free_port
+from tests.helpers.programs import ran
 
 pytestmark = [pytest.mark.container, pytest.mark.xdist_group("ways-in")]
 
@@ -35,13 +37,10 @@ NO_TTY_LINE = re.compile("|".join(NO_TTY))
 def project(tmp_path_factory: pytest.TempPathFactory, dev_image: str, train_image: str) -> Iterator[Project]:
     """With JupyterLab, and a group of whose files one may read."""
     del dev_image, train_image
-    started = start_project(tmp_path_factory.mktemp("ways in") / "check out", mode=0o700)
-    started.env["SHARE_GID"] = str(SHARE)
-    try:
+    with started_project(tmp_path_factory.mktemp("ways in") / "check out", mode=0o700) as started:
+        started.env["SHARE_GID"] = str(SHARE)
         started.compose("up", "--detach", "--wait", "--no-build", "jupyter")
         yield started
-    finally:
-        started.down()
 
 
 def token(project: Project) -> str:
@@ -59,16 +58,9 @@ def test_exec_finds_everything_and_is_the_owner(project: Project) -> None:
         # stderr comes by a stream of its own: bash's two lines about the terminal may stand between others.
         assert [line for line in said.splitlines() if not NO_TTY_LINE.match(line)] == wanted.splitlines()
     # An interactive shell is the owner's altogether, as what is typed there need not be Python.
-    typed = ["docker", "compose", "exec", "-T", "jupyter", "bash", "-i"]
-    done = subprocess.run(
-        typed,
-        input="id -u; touch typed\n",
-        cwd=project.root,
-        env=project.env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    typed = ("docker", "compose", "exec", "-T", "jupyter", "bash", "-i")
+    given = {"input": "id -u; touch typed\n", "cwd": project.root, "env": project.env}
+    done = ran(*typed, code=0, **given)
     assert done.stdout == f"{OWNER}\n" and (project.root / "typed").stat().st_uid == OWNER
 
 
@@ -87,9 +79,8 @@ def test_what_is_typed_by_exec_belongs_to_the_owner(project: Project) -> None:
     project.compose(*exec_, "pip", "install", "--no-index", "--find-links", "/workspace", "extra")
     assert project.compose(*exec_, "python", "-c", "import extra; print(extra.version)") == "1.0\n"
     project.compose(*exec_, "pip", "uninstall", "--yes", "extra")
-    project.compose(
-        *exec_, "python", "-c", "import extra", code=1, expected=("Traceback", "ModuleNotFoundError")
-    )
+    none = ("Traceback", "ModuleNotFoundError")
+    project.compose(*exec_, "python", "-c", "import extra", code=1, expected=none)
     (project.root / "extra-1.0-py3-none-any.whl").unlink()  # it is root's
     assert project.strangers() == []
 
@@ -103,10 +94,8 @@ def test_a_group_of_the_host_reads_a_share(project: Project, tmp_path: Path) -> 
     mount = ("--volume", f"{share}:/share")
     said = project.compose("run", "--rm", "-T", *mount, "jupyter", "sh", "-c", "id -G; ls /share")
     assert said == f"{OWNER} {SHARE}\nimages\n"
-    assert (
-        project.compose("exec", "-T", "jupyter", "python", "-c", "import os; print(os.getgroups())")
-        == f"[{SHARE}]\n"
-    )
+    groups = "import os; print(os.getgroups())"
+    assert project.compose("exec", "-T", "jupyter", "python", "-c", groups) == f"[{SHARE}]\n"
 
 
 def test_without_the_entrypoint_a_login_shell_finds_everything(train_image: str) -> None:
@@ -117,15 +106,12 @@ def test_without_the_entrypoint_a_login_shell_finds_everything(train_image: str)
     more = f"{ASK}; echo $LANG $XDG_CACHE_HOME $PYTHONNOUSERSITE"
     said = engine("run", "--rm", "--user=0", train_image, "su", "-", "trainer", "-c", more)
     assert said == wanted + "C.UTF-8 /cache 1\n"
-    assert (
-        engine("run", "--rm", "--user=1000680000:0", "--env", "HOME=/tmp", train_image, "bash", "-lc", LOOK)
-        == FOUND
-    )
+    other = ("--user=1000680000:0", "--env", "HOME=/tmp")
+    assert engine("run", "--rm", *other, train_image, "bash", "-lc", LOOK) == FOUND
 
 
 # Compose keeps [a-z0-9_-] of a project's name, so each pair is one project by its path.
 PAIRS = [("trainer-0.1.0", "trainer-0.10"), ("my proj", "myproj"), ("日本", "中国")]
-NAMING = ("runtime", "engine_checks")
 
 
 def test_each_checkout_is_a_project_of_its_own(project: Project, tmp_path: Path) -> None:
@@ -135,7 +121,7 @@ def test_each_checkout_is_a_project_of_its_own(project: Project, tmp_path: Path)
     folders = [tmp_path / path for pair in PAIRS for path in (*pair, f"elsewhere/{pair[0]}")]
     for folder in folders:
         (folder / "scripts").mkdir(parents=True)
-        for name in ("docker-compose.yml", *(f"scripts/{one}.py" for one in NAMING)):
+        for name in ("docker-compose.yml", "scripts/runtime.py", "scripts/engine_checks.py"):
             shutil.copy(project.root / name, folder / name)
         named = [sys.executable, "-c", "import runtime; runtime.name_project()"]
         where = {"PYTHONPATH": str(project.root)}
@@ -153,23 +139,13 @@ def test_a_container_that_its_client_left_is_stopped_by_down(project: Project) -
     words = ["docker", "compose", "run", "--rm", "-T", "train", *long, "--out", "runs/left"]
     here = f"label=com.docker.compose.project.working_dir={project.root}"
     metrics = project.root / "runs/left/metrics.jsonl"
-    with subprocess.Popen(
-        words, cwd=project.root, env=project.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as client:
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, cwd=project.root, env=project.env, **silent) as client:
         wait_for(lambda: metrics.exists() and '"step": 40' in metrics.read_text(), "training")
         client.terminate()
     one_off = "label=com.docker.compose.oneoff=True"
     assert engine("ps", "--quiet", "--filter", here, "--filter", one_off)
-    done = subprocess.run(
-        [sys.executable, "scripts/runtime.py", "down"],
-        cwd=project.root,
-        env=project.env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "runtime: what docker compose run left" in done.stdout
+    assert "runtime: what docker compose run left" in project.script("down")
     assert engine("ps", "--all", "--quiet", "--filter", here) == ""
     assert list((project.root / "runs/left/checkpoints").glob("*/SHA256SUMS"))
     assert project.strangers() == []
@@ -186,37 +162,15 @@ def test_jupyterlab_and_tensorboard_behind_a_proxy(dev_image: str, tmp_path: Pat
     mount = ("--volume", f"{tmp_path}:/workspace", "--user", f"{os.getuid()}:{os.getgid()}")
     engine("run", "--rm", *mount, dev_image, "python", "-c", f"{write}; w.add_scalar('a', 1, 1); w.close()")
     ports = ("--publish", f"127.0.0.1:{lab}:9999", "--env", f"JUPYTER_PORT={lab}")
-    engine(
-        "run",
-        "--detach",
-        "--name",
-        name,
-        *ports,
-        dev_image,
-        "jupyter",
-        "--ServerApp.base_url=/x/y/",
-        "--port=9999",
-    )
+    lab_words = ("jupyter", "--ServerApp.base_url=/x/y/", "--port=9999")
     words = ("tensorboard", "--path_prefix=/tb", "--reload_interval=1")
-    engine(
-        "run",
-        "--detach",
-        "--name",
-        f"{name}-b",
-        *mount,
-        "--publish",
-        f"127.0.0.1:{board}:6006",
-        dev_image,
-        *words,
-    )
-    try:
+    port = ("--publish", f"127.0.0.1:{board}:6006")
+    labs, boards = (name, *ports, dev_image, *lab_words), (f"{name}-b", *mount, *port, dev_image, *words)
+    with running(*labs), running(*boards):
         wait_for(lambda: ask(lab, "/x/y/api").code == 200, "JupyterLab under a path")
-        (secret,) = set(
-            re.findall(rf"http://127\.0\.0\.1:{lab}/x/y/lab\?token=([0-9a-f]{{48}})", engine("logs", name))
-        )
+        line = rf"http://127\.0\.0\.1:{lab}/x/y/lab\?token=([0-9a-f]{{48}})"
+        (secret,) = set(re.findall(line, engine("logs", name)))
         assert ask(lab, "/x/y/api/contents").code == 403
         assert ask(lab, f"/x/y/api/contents?token={secret}").code == 200
         wait_for(lambda: b"tensorboard" in ask(board, "/tb/data/runs").body, "TensorBoard under a path")
         assert json.loads(ask(board, "/tb/data/runs").body) == ["one/tensorboard"]
-    finally:
-        engine("rm", "--force", "--volumes", name, f"{name}-b")

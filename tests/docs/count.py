@@ -10,14 +10,7 @@ import tokenize
 from pathlib import Path
 
 _DEFINITIONS = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_LAYOUT = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
+_LAYOUT = {getattr(tokenize, name) for name in ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]}
 
 
 def code_lines(text: str) -> set[int]:
@@ -34,8 +27,6 @@ def code_lines(text: str) -> set[int]:
 if __name__ == "__main__":
     for word in sys.argv[1:] or ["trainer", "tests"]:
         texts = [file.read_text() for file in Path(word).rglob("*.py")]
-        lines, code = (
-            sum(len(text.splitlines()) for text in texts),
-            sum(len(code_lines(text)) for text in texts),
-        )
+        lines = sum(len(text.splitlines()) for text in texts)
+        code = sum(len(code_lines(text)) for text in texts)
         print(f"{word}: {len(texts):,} files, {lines:,} lines, {code:,} of code")

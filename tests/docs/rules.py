@@ -62,14 +62,11 @@ def defined() -> frozenset[str]:
 
 def _sentences(tree: ast.Module) -> set[ast.expr]:
     """Sentences that a file expects, each once."""
-    scopes: list[ast.Module | ast.ClassDef] = [
-        tree,
-        *(one for one in tree.body if isinstance(one, ast.ClassDef)),
-    ]
+    classes = [one for one in tree.body if isinstance(one, ast.ClassDef)]
+    scopes: list[ast.Module | ast.ClassDef] = [tree, *classes]
     functions = [node for one in scopes for node in one.body if isinstance(node, _Function)]
-    outside = [
-        node for one in tree.body if not isinstance(one, _Function | ast.ClassDef) for node in ast.walk(one)
-    ]
+    rest = [one for one in tree.body if not isinstance(one, _Function | ast.ClassDef)]
+    outside = [node for one in rest for node in ast.walk(one)]
     assigned = dict(_bound(outside))
     found = _read(outside, assigned.items())
     for function in functions:
@@ -114,9 +111,8 @@ def _is_sentence(node: ast.expr) -> bool:
         case ast.Constant(value=str(text)):
             return is_long(text)
         case ast.JoinedStr(values=parts):
-            return is_long(
-                "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in parts)
-            )
+            texts = [str(part.value) if isinstance(part, ast.Constant) else "0" for part in parts]
+            return is_long("".join(texts))
     return False
 
 
@@ -189,19 +185,19 @@ def files() -> list[Path]:
 def counts() -> Table:
     """Counts of each file that has any."""
     found = {str(file.relative_to(ROOT)): find(ast.parse(file.read_text()), defined()) for file in files()}
+    counted = {file: (len(one.sentences), len(one.private)) for file, one in found.items()}
     return _without_none(
-        {file: {kind: len(lines) for kind, lines in one._asdict().items()} for file, one in found.items()}
+        {file: dict(zip(Found._fields, both, strict=True)) for file, both in counted.items()}
     )
 
 
 def lowered(table: Table, now: Table) -> Table:
     """A table with the smaller number of both; a file that isn't in the table stays out."""
-    return _without_none(
-        {
-            file: {kind: min(number, now.get(file, {}).get(kind, 0)) for kind, number in kinds.items()}
-            for file, kinds in table.items()
-        }
-    )
+    least: Table = {}
+    for file, kinds in table.items():
+        found = now.get(file, {})
+        least[file] = {kind: min(number, found.get(kind, 0)) for kind, number in kinds.items()}
+    return _without_none(least)
 
 
 def _without_none(table: Table) -> Table:

@@ -1,25 +1,23 @@
 """Promise: notebooks, documents and the example of a task take public names only, and each is there."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 import trainer
+from tests.docs.test_notebooks import NOTEBOOKS, code_of
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {name for names in trainer.PUBLIC.values() for name in names}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = [ROOT / "trainer/tasks/example.py", *sorted((ROOT / "examples").rglob("*.py"))]
 
 
 def python_of(path: Path) -> str:
     if path.suffix == ".ipynb":
-        cells = json.loads(path.read_text())["cells"]
-        return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        return code_of(path)
     text = path.read_text()
     return text if path.suffix == ".py" else "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
 
@@ -37,9 +35,7 @@ def taken(code: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "path", [*PAGES, *NOTEBOOKS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS, *EXAMPLES], ids=lambda one: str(one.relative_to(ROOT)))
 def test_it_takes_public_names_only(path: Path) -> None:
     assert taken(python_of(path)) <= PUBLIC
 
@@ -50,12 +46,9 @@ def test_each_name_is_there_and_known_to_type_checkers() -> None:
             assert getattr(trainer, name).__module__ == f"trainer.{module}" or name == "Sink"
     tree = ast.parse((ROOT / "trainer/__init__.py").read_text())
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
-    told = {
-        one.name: str(node.module)
-        for node in typed.body
-        if isinstance(node, ast.ImportFrom)
-        for one in node.names
+    parts = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    told = {one.name: str(node.module) for node in parts for one in node.names}
+    public = {
+        name: f"trainer.{module}" for names in trainer.PUBLIC.values() for name, module in names.items()
     }
-    assert told == {
-        n: f"trainer.{module}" for names in trainer.PUBLIC.values() for n, module in names.items()
-    }
+    assert told == public

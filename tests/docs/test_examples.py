@@ -85,9 +85,15 @@ def test_each_is_known() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 
+# What the commands of an example must print.
+PRINTED = {"own-text": "The statement ", "scripts": "accuracy"}
+PRINTED["fine-tune-images"] = r"pictures/mine/val/8/114\.png +\d +\d"
+
+
 @pytest.mark.slow
-def test_a_text_of_ones_own(tmp_path: Path) -> None:
-    assert "The statement " in run_all("own-text", tmp_path / "mine")
+@pytest.mark.parametrize("example", PRINTED)
+def test_what_an_example_prints(example: str, tmp_path: Path) -> None:
+    assert re.search(PRINTED[example], run_all(example, tmp_path / "mine"))
 
 
 @pytest.mark.slow
@@ -102,34 +108,21 @@ def test_conversations(tmp_path: Path) -> None:
     assert known == [number for number in TALKS if number % 10 != 9]
 
 
-@pytest.mark.slow
-def test_images_of_ones_own(tmp_path: Path) -> None:
-    said = run_all("fine-tune-images", tmp_path / "mine")
-    assert re.search(r"pictures/mine/val/8/114\.png +\d +\d", said)
-
-
 def test_a_learning_rate_range_test(tmp_path: Path) -> None:
     said = run_all("lr-range", tmp_path / "mine")
     rates = [float(one) for one in re.findall(r"^  lr (\S+)", said, re.M)]
     assert rates == sorted(rates) and rates[0] == pytest.approx(10 / 30, rel=0.01)
-    assert re.search(
-        r"(diverged at|did not diverge in).*; (suggestion: optim\.lr=|the loss never fell)", said
-    )
+    told = r"(diverged at|did not diverge in).*; (suggestion: optim\.lr=|the loss never fell)"
+    assert re.search(told, said)
 
 
 @pytest.mark.slow
 def test_the_links_between_ranks(tmp_path: Path) -> None:
-    rows = re.findall(
-        r"(\d+) bytes +([\d.]+) us +([\d.]+) GB/s  bus ([\d.]+) GB/s", run_all("links", tmp_path / "mine")
-    )
+    row = r"(\d+) bytes +([\d.]+) us +([\d.]+) GB/s  bus ([\d.]+) GB/s"
+    rows = re.findall(row, run_all("links", tmp_path / "mine"))
     assert [int(size) for size, *_ in rows] == [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25]
     for size, us, rate, bus in rows:  # of two ranks the bus carries what is reduced
         assert float(rate) == float(bus) == pytest.approx(int(size) / float(us) / 1e3, rel=0.02, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_known_script(tmp_path: Path) -> None:
-    assert "accuracy" in run_all("scripts", tmp_path / "mine")
 
 
 @pytest.mark.slow

@@ -1,15 +1,14 @@
 """Promise: the files beside the code name what is there, and the workflows' shell does what it says."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from locks import read_toml
 
+from tests.helpers.programs import program, ran
 from trainer.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -17,34 +16,28 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROGRAMS = Path(sys.executable).parent
 
 
-def steps() -> dict[str, dict[str, Any]]:
-    """Every step of the workflows, by file, job and name."""
-    return {
-        f"{path.stem}/{job}/{step.get('name', step.get('uses'))}": step
-        for path in WORKFLOWS
-        for job, about in yaml.safe_load(path.read_text())["jobs"].items()
-        for step in about["steps"]
-    }
-
-
-STEPS = steps()
+# Every step of the workflows, by file, job and name.
+STEPS = {
+    f"{path.stem}/{job}/{step.get('name', step.get('uses'))}": step
+    for path in WORKFLOWS
+    for job, about in yaml.safe_load(path.read_text())["jobs"].items()
+    for step in about["steps"]
+}
 SCRIPTS = {name: step["run"] for name, step in STEPS.items() if "run" in step}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_steps_shell_passes_shellcheck(name: str) -> None:
-    words = [str(PROGRAMS / "shellcheck"), "--shell=bash", "-"]
-    text = f"#!/bin/bash\nset -e\n{SCRIPTS[name]}"
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    words = (PROGRAMS / "shellcheck", "--shell=bash", "-")
+    ran(*words, code=0, input=f"#!/bin/bash\nset -e\n{SCRIPTS[name]}")
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS], ids=lambda path: path.stem)
 def test_actions_are_pinned_by_commit_with_their_version(path: Path) -> None:
     used = [line for line in path.read_text().splitlines() if re.search(r"^\s*-? *uses:", line)]
     assert used
-    for line in used:
-        assert re.search(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+    pinned = r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$"
+    assert [line for line in used if not re.search(pinned, line)] == []
     about = yaml.safe_load(path.read_text())
     assert about["permissions"] == {}
     assert all("timeout-minutes" in job and "permissions" in job for job in about["jobs"].values())
@@ -52,21 +45,17 @@ def test_actions_are_pinned_by_commit_with_their_version(path: Path) -> None:
 
 def test_what_is_signed_is_named_and_by_a_version_where_a_tag_says_it(tmp_path: Path) -> None:
     """With a program in place of python3 that writes down how it was called."""
-    program, calls = tmp_path / "bin" / "python3", tmp_path / "calls"
-    program.parent.mkdir()
-    given = {"STACK": "small", "REGISTRY": "localhost:5000/ours", "PATH": f"{program.parent}:/usr/bin:/bin"}
+    tools, calls = tmp_path / "bin", tmp_path / "calls"
+    given = {"STACK": "small", "REGISTRY": "localhost:5000/ours", "PATH": f"{tools}:/usr/bin:/bin"}
     given |= {"GITHUB_REF_NAME": "v0.1.0", "GITHUB_STEP_SUMMARY": str(tmp_path / "told")}
     where = "--stack small --registry localhost:5000/ours"
     sign, tag = (f"python3 scripts/publish.py {what} {where}" for what in ("sign", "tag"))
-    for kind, code, called in (
-        ("branch", 0, [sign, f"{tag} --version "]),
-        ("tag", 0, [sign, f"{tag} --version v0.1.0"]),
-        ("branch", 2, [sign]),
-    ):
-        program.write_text(f'#!/bin/bash\necho "python3 $*" >> "{calls}"\nexit {code}\n')
-        program.chmod(0o755)
-        words = ["bash", "-e", "-c", SCRIPTS["image/publish/Sign, attest, name by day and version"]]
-        done = subprocess.run(words, cwd=tmp_path, env={**given, "GITHUB_REF_TYPE": kind}, check=False)
+    tags = {"branch": "", "tag": "v0.1.0"}
+    for kind, code in (("branch", 0), ("tag", 0), ("branch", 2)):
+        called = [sign, *([] if code else [f"{tag} --version {tags[kind]}"])]
+        program(tools / "python3", f'#!/bin/bash\necho "python3 $*" >> "{calls}"\nexit {code}\n')
+        words = ("bash", "-e", "-c", SCRIPTS["image/publish/Sign, attest, name by day and version"])
+        done = ran(*words, cwd=tmp_path, env={**given, "GITHUB_REF_TYPE": kind})
         assert (done.returncode, calls.read_text().splitlines()) == (code, called)
         calls.unlink()
 
@@ -91,9 +80,8 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 def test_paths_that_contributing_names_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(
-        re.findall(r"`((?:trainer|tests|docs|scripts|stacks|\.github|\.devcontainer)/[\w./-]*)`", text)
-    )
+    rooms = r"trainer|tests|docs|scripts|stacks|\.github|\.devcontainer"
+    named = set(re.findall(rf"`((?:{rooms})/[\w./-]*)`", text))
     assert len(named) > 15
     assert [name for name in named if not re.search(r"NAME|ROOM", name) and not (ROOT / name).exists()] == []
 

@@ -64,9 +64,8 @@ def test_the_first_runs_and_draws(tmp_path: Path) -> None:
     assert '{"epochs": 8,' in code
     code = code.replace('{"epochs": 8,', '{"epochs": 2, "parallel.threads": 1,')
     draws = "assert len(plt.get_fignums()) == 3, plt.get_fignums()"
-    done = preloaded.run(
-        [sys.executable, "-c", f"{code}\n{draws}"], cwd=tmp_path, env={**os.environ, "MPLBACKEND": "agg"}
-    )
+    env, words = {**os.environ, "MPLBACKEND": "agg"}, [sys.executable, "-c", f"{code}\n{draws}"]
+    done = preloaded.run(words, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "manifest.json\n" in done.stdout
 

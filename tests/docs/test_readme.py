@@ -74,10 +74,8 @@ def commands() -> Iterator[tuple[Path, str]]:
         for block in re.findall(r"```(?:|bash|sh)\n(.*?)```", page.read_text(), re.S):
             for line in re.split(r"\n| && ", block.replace("\\\n", " ")):
                 command = line.removeprefix("$ ").partition("  # ")[0].strip()
-                refused = f"{line}\ntrainer: error:" in block
-                if re.match(r"(trainer|make|python -m benchmarks) [a-z]", command) and not (
-                    "…" in command or refused
-                ):
+                left = "…" in command or f"{line}\ntrainer: error:" in block
+                if re.match(r"(trainer|make|python -m benchmarks) [a-z]", command) and not left:
                     yield page, command
 
 

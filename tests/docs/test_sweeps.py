@@ -44,10 +44,10 @@ class Study:
 
     def optimize(self, objective: Callable[[Trial], float], n_trials: int) -> None:
         values = {}
-        for number in range(n_trials):
-            self.trials.append(trial := Trial(number))
+        self.trials = [Trial(number) for number in range(n_trials)]
+        for trial in self.trials:
             try:
-                values[number] = objective(trial)
+                values[trial.number] = objective(trial)
             except TrialPruned as pruned:
                 self.pruned.append(str(pruned))
         self.best_params = max(values, key=values.__getitem__)
@@ -59,12 +59,10 @@ def test_folds_a_sweep_and_pruning(turns: int, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     for turn in range(1, turns + 1):
         study, names = Study(), dict[str, Any]()
-        stand_in: Any = SimpleNamespace(
-            TrialPruned=TrialPruned,
-            create_study=lambda study=study, **_: study,
-            pruners=SimpleNamespace(MedianPruner=lambda: None),
-        )
-        monkeypatch.setitem(sys.modules, "optuna", stand_in)
+        pruners = SimpleNamespace(MedianPruner=lambda: None)
+        made = {"create_study": lambda study=study, **_: study, "pruners": pruners}
+        optuna: Any = SimpleNamespace(TrialPruned=TrialPruned, **made)
+        monkeypatch.setitem(sys.modules, "optuna", optuna)
         for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
             exec(block.replace("EVERY = {", 'EVERY = {"parallel.threads": 1, '), names)
         files = tmp_path.glob("runs/[!l]*/manifest.json")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.gpu import MARKS
 from tests.helpers.forked import small
 from trainer.config.recipe import Recipe
 from trainer.host.memory_room import HEADROOM
@@ -12,10 +13,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.start.micro_batch import fitting_size, run_trial
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
+pytestmark = MARKS
 
 GIB = 1 << 30
 ONE = LocalRanks(1, 1, {"CUDA_VISIBLE_DEVICES": "0"})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.gpu import GPU, MARKS
 from trainer.config.sizes import MIB
 from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_metrics, used_memory
@@ -17,11 +18,7 @@ from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.phases import enter_phase
 from trainer.observe.profile import TRACE, Profile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
-GPU = torch.device("cuda", 0)
+pytestmark = MARKS
 
 
 def test_nvml_sees_the_work() -> None:
@@ -59,9 +56,8 @@ def test_running_out_is_explained(tmp_path: Path) -> None:
     assert activations.nbytes == 256 * MIB
     assert "33,554,432 MiB more were wanted" in text
     left = (torch.cuda.memory_allocated(GPU) - sum(held_by(model, optimizer).values())) / (1 << 30)
-    rest = re.search(
-        r"activations and temporaries ([\d.]+) GiB", text
-    )  # with what tests before this one left
+    # With what tests before this one left.
+    rest = re.search(r"activations and temporaries ([\d.]+) GiB", text)
     assert rest is not None and float(rest[1]) == pytest.approx(left, abs=0.01) and left > 0.24
     assert "CUDA" in (tmp_path / "memory_summary.txt").read_text()
     assert (tmp_path / "memory_snapshot.pickle").stat().st_size > 100
@@ -84,6 +80,5 @@ def test_a_profile_has_kernels_and_the_devices_time(tmp_path: Path) -> None:
     # By the device's clock: what modules take fits into what operators take.
     events = json.loads(gzip.decompress((tmp_path / TRACE).read_bytes()))["traceEvents"]
     kernels = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e3
-    assert (
-        sum(float(rows[name][-3]) for name in rows if name.endswith(("(Conv2d)", "(ReLU)"))) < kernels * 1.01
-    )
+    modules = [name for name in rows if name.endswith(("(Conv2d)", "(ReLU)"))]
+    assert sum(float(rows[name][-3]) for name in modules) < kernels * 1.01

@@ -3,15 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.gpu import GPU, MARKS
 from tests.helpers.one_rank import WAYS, check_abort, check_life
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
-GPU = torch.device("cuda", 0)
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -52,9 +52,8 @@ def source(dataset: Any, last: Any = "weighted", micro_batch_size: int = 4, unif
 
 def frozen(batch: Batch) -> list[bytes]:
     tensors = [*batch.fields.values(), batch.weight, batch.uniform]
-    return [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors] + [
-        bytes(str(batch.num_items), "ascii")
-    ]
+    parts = [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors]
+    return [*parts, str(batch.num_items).encode()]
 
 
 def read_all(loader: Loader, batches: range) -> list[list[bytes]]:

@@ -1,30 +1,26 @@
 """A headless Chromium, driven through a pipe: what it shows of a file, and what it says of it.
 
-python -m tests.helpers.browser screenshot RUN/report.html docs/report.png --width 1440 --height 1800
+`python -m tests.helpers.browser RUN/report.html docs/report.png` takes a picture of a report.
 """
 
-import argparse
 import base64
 import contextlib
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
-    *(
-        "--no-first-run",
-        "--disable-extensions",
-        "--disable-background-networking",
-        "--disable-component-update",
-    ),
-)
+_FLAGS = [
+    *["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"],
+    *["--no-first-run", "--disable-extensions", "--disable-background-networking"],
+    "--disable-component-update",
+]
 # The pipe's ends become 3 and 4, where Chromium looks for them.
 _PLACE = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
 _SECONDS = 1500  # for all tests of a file, as long as one that hangs may take
@@ -112,16 +108,11 @@ def chromium(path: str) -> Iterator[Page]:
     """Starts a browser with an empty profile; it is killed if it hangs."""
     (ours, theirs), (result, answers) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        started = subprocess.Popen(
-            [
-                *("timeout", "-k", "1", str(_SECONDS), "bash", "-c", _PLACE, "bash", str(ours), str(answers)),
-                *(path, *_FLAGS, f"--user-data-dir={home}", "--remote-debugging-pipe", "about:blank"),
-            ],
-            pass_fds=(ours, answers),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "HOME": home},
-        )
+        words = ["timeout", "-k", "1", str(_SECONDS), "bash", "-c", _PLACE, "bash", str(ours), str(answers)]
+        words += [path, *_FLAGS, f"--user-data-dir={home}", "--remote-debugging-pipe", "about:blank"]
+        silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        own = {**os.environ, "HOME": home}
+        started = subprocess.Popen(words, pass_fds=(ours, answers), env=own, **silent)
         os.close(ours)
         os.close(answers)
         try:
@@ -131,25 +122,7 @@ def chromium(path: str) -> Iterator[Page]:
             started.wait()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Takes a picture of a page, light or dark."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("what", choices=("screenshot",))
-    parser.add_argument("file", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--width", type=int, default=1440)
-    parser.add_argument("--height", type=int, help="CSS pixels from the top (default: all)")
-    parser.add_argument("--dark", action="store_true")
-    options = parser.parse_args(arguments)
-    path = find_chromium()
-    if path is None:
-        raise SystemExit("no chromium here: apt-get install chromium")
-    with chromium(path) as page:
-        page.open(options.file, options.width, options.height or 900, options.dark)
-        if options.height is None:
-            page.resize(options.width, page.evaluate("document.documentElement.scrollHeight"))
-        options.out.write_bytes(page.screenshot())
-
-
 if __name__ == "__main__":
-    main()
+    with chromium(find_chromium() or _NAMES[0]) as tab:
+        tab.open(Path(sys.argv[1]), 1440, 1800)
+        Path(sys.argv[2]).write_bytes(tab.screenshot())

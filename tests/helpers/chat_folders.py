@@ -43,12 +43,8 @@ def chat_folder(folder: Path, family: str = "smollm2", template: str | None = No
         blanks = [] if family in _SPELLED else [processors.ByteLevel(trim_offsets=True)]
         tokenizer.post_processor = processors.Sequence([*blanks, adds])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "pad_token": eos,
-    }
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
+    said["pad_token"] = eos
     (folder / "tokenizer_config.json").write_text(json.dumps({**said, **config}))
     chosen = TEMPLATES[family] if template is None else template
     if chosen:
@@ -69,14 +65,8 @@ def _bytes() -> Tokenizer:
 def _spelled() -> Tokenizer:
     tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    parts = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(list(parts))
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer.train_from_iterator([_WORDS], BpeTrainer(vocab_size=500, special_tokens=special))
     # Bytes stand in for letters that aren't known: as special tokens, the trainer's, they would be text.

@@ -8,11 +8,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.time = SimpleNamespace(
-            **dict.fromkeys(("perf_counter", "monotonic", "process_time", "thread_time"), self),
-            perf_counter_ns=self.nanoseconds,
-            sleep=self.move,
-        )
+        names = dict.fromkeys(("perf_counter", "monotonic", "process_time", "thread_time"), self)
+        self.time = SimpleNamespace(**names, perf_counter_ns=self.nanoseconds, sleep=self.move)
 
     def __call__(self) -> float:
         return self.now

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.helpers import waiting
 from tests.helpers.ports import free_port
+from tests.helpers.programs import ran
 
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
 PREFIX = f"trainer{os.getpid()}-n"
@@ -68,11 +69,7 @@ def missing() -> str:
 
 
 class Slurm:
-    """The running cluster.
-
-    Attributes:
-        environment: For programs that talk to it.
-    """
+    """The running cluster, and the `environment` of programs that talk to it."""
 
     def __init__(self, folder: Path) -> None:
         # Jobs run the trainer of this checkout, wherever the environment has its own.
@@ -82,22 +79,16 @@ class Slurm:
     def tell(self, *words: str, cwd: Path | None = None, **environment: str) -> str:
         """Runs one of Slurm's programs and returns what it prints."""
         own = {**self.environment, **environment}
-        done = subprocess.run(
-            words, env=own, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        return done.stdout.strip()
+        return ran(*words, code=0, env=own, cwd=cwd, timeout=300).stdout.strip()
 
     def tidy(self) -> None:
         """Cancels all jobs and takes all nodes back, as far as there are such."""
         resume = [("scontrol", "update", f"nodename={node}", "state=resume") for node in NODES]
         for words in (("scancel", "--user=root"), *resume):
-            subprocess.run(words, env=self.environment, capture_output=True, timeout=300, check=False)
+            ran(*words, env=self.environment, timeout=300)
 
     def state(self, job: str) -> str:
-        """Returns the state of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its
-        end.
-        """
+        """The state of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its end."""
         shown = self.tell("scontrol", "show", "job", "--oneliner", job)
         return shown.partition(" JobState=")[2].partition(" ")[0]
 
@@ -116,7 +107,7 @@ class Slurm:
                 time.sleep(3.0)
                 # (It may have started by itself meanwhile, and then refuses.)
                 words = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
-                subprocess.run(words, env=self.environment, capture_output=True, check=False)
+                ran(*words, env=self.environment)
             return self.state(job) == "RUNNING"
 
         until(lambda: self.state(job) == "PENDING")
@@ -142,22 +133,16 @@ def running(folder: Path) -> Iterator[Slurm]:
     host = socket.gethostname().partition(".")[0]
     first = free_port()
     ports = range(first, first + 1 + len(NODES))
-    nodes = "\n".join(
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000 "
-        "CpuBind=cores"
-        for node, port in zip(NODES, ports[1:], strict=True)
-    )
+    about = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=8000 CpuBind=cores"
+    nodes = "\n".join(f"NodeName={n} Port={port} {about}" for n, port in zip(NODES, ports[1:], strict=True))
     (folder / "slurm.conf").write_text(_CONF.format(host=host, folder=folder, ports=ports, nodes=nodes))
     slurm = Slurm(folder)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     munge = ["munged", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
-    munge += [
-        f"--pid-file={folder}/munge.pid",
-        f"--log-file={folder}/munge.log",
-        f"--seed-file={folder}/seed",
-    ]
+    files = {"pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
+    munge += [f"--{option}={folder / name}" for option, name in files.items()]
     try:
         for command in (munge, ["slurmctld", "-c", "-i"], *(["slurmd", "-N", node] for node in NODES)):
             subprocess.run(command, env=slurm.environment, check=True, timeout=300)
@@ -165,9 +150,8 @@ def running(folder: Path) -> Iterator[Slurm]:
         until(lambda: slurm.tell(*idle).count("\n") == len(NODES) - 1)
         yield slurm
     finally:
-        subprocess.run(
-            ["scancel", "--user=root", "--signal=KILL", "--full"], env=slurm.environment, check=False
-        )
+        words = ["scancel", "--user=root", "--signal=KILL", "--full"]
+        subprocess.run(words, env=slurm.environment, check=False)
         for pid in [*folder.glob("slurmd.*.pid"), folder / "slurmctld.pid", folder / "munge.pid"]:
             with suppress(OSError, ValueError):
                 os.kill(int(pid.read_text()), signal.SIGTERM)

@@ -7,7 +7,6 @@ import ctypes
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,23 +15,17 @@ from tests.helpers.counting import tiny_steps, tiny_steps_by_hand
 from trainer.train import outputs
 
 
-def marking(library: str, first: int, last: int) -> Callable[[int], None]:
-    """Called with each step's number, it begins to count at `first` and writes the count down at `last`."""
-    marks = ctypes.CDLL(library)
+def main() -> None:
+    library, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    marks, steps = ctypes.CDLL(library), last + 50
 
-    def at(step: int) -> None:
+    def at(step: int) -> None:  # begins to count at the first, and writes the count down at the last
         if step == first:
             marks.begin()
         elif step == last:
             marks.end()
 
-    return at
-
-
-def main() -> None:
-    library, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    at, steps = marking(library, first, last), last + 50
     # What goes by the clock, and so comes more or less often on another machine, is left out.
     setattr(outputs, "_PAUSE_S", math.inf)  # noqa: B010
     with tempfile.TemporaryDirectory() as folder:

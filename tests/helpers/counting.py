@@ -88,14 +88,7 @@ def skip_with_another_torch() -> None:
 
 
 def tiny_steps(folder: Path, steps: int, done: Callable[[int], None], log_every: int = 50) -> None:
-    """Trains the task of `python -m benchmarks overhead` by the trainer's whole loop.
-
-    Args:
-        folder: For its files.
-        steps: How many.
-        done: Told of each step how many are done.
-        log_every: Steps between two rows.
-    """
+    """Trains the task of `python -m benchmarks overhead` by the whole loop; `done` is told of each step."""
     recipe = overhead.tiny_recipe(steps)
     recipe = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": log_every})})
     # The machine is watched by the clock, in a thread: neither may be in what is counted.

@@ -69,12 +69,9 @@ class Held:
 
 
 class Cuda(TorchFunctionMode):
-    """Stand-in for the GPU; see the file's first lines.
+    """Stand-in for the GPU: its `streams`, the `problems`, and what was `done`; see the file's first lines.
 
-    Attributes:
-        streams: Those that were made.
-        problems: What would go wrong.
-        done: What was done: the stream's number (0: the default one), the operation, and the address.
+    What was done is the stream's number (0: the default one), the operation, and the address.
     """
 
     def __init__(self) -> None:
@@ -185,9 +182,8 @@ class Cuda(TorchFunctionMode):
 
     def _freed(self, address: int) -> None:
         held = self._held.pop(address)
-        unknown = [
-            one for one in held.used - held.recorded if one is not held.stream and one.done < one.given
-        ]
+        others = held.used - held.recorded - {held.stream}
+        unknown = [one for one in others if one.done < one.given]
         if unknown:
             self.problems.append("freed while a stream may read it that its allocator doesn't know of")
 

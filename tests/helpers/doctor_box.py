@@ -16,6 +16,11 @@ DISK = Mount("ext4", "/data", "bind mount")
 SOURCES = {"cpus": "/sys/fs/cgroup/cpu.max", "memory_bytes": "/sys/fs/cgroup/memory.max"}
 
 
+INSTALLED = {"torch": "2.9.1", "torchvision": "0.24.1", "numpy": STACK.wheels["numpy"].split()[-1]}
+INSTALLED |= {"nvidia-cudnn-cu12": "9.10.2.21", "nvidia-cublas-cu12": "12.8.4.1"}
+INSTALLED |= {"nvidia-nccl-cu12": "2.27.5"}
+
+
 def card(architecture: str = "sm_90", **facts: Any) -> Card:
     return Card("NVIDIA H100", architecture, **facts)
 
@@ -34,19 +39,7 @@ def healthy(**changes: Any) -> MachineFacts:
         run=folder(),
         caches={"XDG_CACHE_HOME": folder("/cache"), "TORCH_HOME": folder("/cache/torch")},
         data=Data("/data/pets", "", DISK, 9000, 400e6),
-        software=Software(
-            installed={
-                "torch": "2.9.1",
-                "torchvision": "0.24.1",
-                "numpy": STACK.wheels["numpy"].split()[-1],
-                "nvidia-cudnn-cu12": "9.10.2.21",
-                "nvidia-cublas-cu12": "12.8.4.1",
-                "nvidia-nccl-cu12": "2.27.5",
-            },
-            torch="2.9.1+cu128",
-            cuda="12.8",
-            lock=STACK.lock,
-        ),
+        software=Software(INSTALLED, torch="2.9.1+cu128", cuda="12.8", lock=STACK.lock),
         interfaces=("eth0", "ib0"),
         needs=RecipeNeeds("pets.yaml", 6, GIB, ranks=2),
     )
@@ -63,28 +56,15 @@ def put(thing: Any, path: list[str], value: Any) -> Any:
     return replace(thing, **{name: put(getattr(thing, name), rest, value) if rest else value})
 
 
+GONE, GKE = Gpus("Not Found", 12, nodes=True), "/usr/local/nvidia/lib64"
+OURS, OLD = "reproducible-trainer", {"software__torch": "2.7.0", "software__installed__torch": "2.7.0"}
 # (id, status, what of the healthy box is otherwise, words of the finding, the cause or the remedy)
 PROVOKED: list[tuple[str, str, dict[str, Any], str]] = [
     ("gpu.nvml", "bad", {"gpus": Gpus("Driver/library version mismatch", 18, nodes=True)}, "reboot"),
     ("gpu.nvml", "bad", {"gpus": Gpus("Unknown Error", 999, nodes=True)}, "docker restart"),
-    (
-        "gpu.nvml",
-        "bad",
-        {"gpus": Gpus("Not Found", 12, nodes=True), "environ": {}},
-        "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-    ),
-    (
-        "gpu.nvml",
-        "bad",
-        {"gpus": Gpus("Not Found", 12, nodes=True), "environ": {"NVIDIA_DRIVER_CAPABILITIES": "all"}},
-        "--gpus all",
-    ),
-    (
-        "gpu.nvml",
-        "bad",
-        {"gpus": Gpus("Not Found", 12, nodes=True, unsearched="/usr/local/nvidia/lib64")},
-        "LD_LIBRARY_PATH=/usr/local/nvidia/lib64 GKE",
-    ),
+    ("gpu.nvml", "bad", {"gpus": GONE, "environ": {}}, "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
+    ("gpu.nvml", "bad", {"gpus": GONE, "environ": {"NVIDIA_DRIVER_CAPABILITIES": "all"}}, "--gpus all"),
+    ("gpu.nvml", "bad", {"gpus": replace(GONE, unsearched=GKE)}, f"LD_LIBRARY_PATH={GKE} GKE"),
     ("gpu.nvml", "warn", {"gpus": Gpus("Not Found", 12, kernel="570.86")}, "--gpus all"),
     ("gpu.nvml", "bad", {"gpus__cards": (card(lost="GPU is lost"),)}, "lost --gpu-reset"),
     ("gpu.visible", "bad", {"gpus__wrong": "7", "environ": {"CUDA_VISIBLE_DEVICES": "0,7"}}, "7 0,7 unset"),
@@ -100,18 +80,8 @@ PROVOKED: list[tuple[str, str, dict[str, Any], str]] = [
     ("software.lock", "bad", {"software__torch": "2.10.0", "software__installed__torch": "2.10.0"}, "2.10.0"),
     ("software.lock", "bad", {"software__installed__numpy": "1.0.0"}, "numpy 1.0.0 locked"),
     ("software.lock", "warn", {"software__installed__pyyaml": "5.0"}, "pyyaml 5.0"),
-    (
-        "software.lock",
-        "bad",
-        {"software__installed": {"trainer": "0", "reproducible-trainer": "0.1"}},
-        "trainer",
-    ),
-    (
-        "software.lock",
-        "warn",
-        {"software__torch": "2.7.0", "software__installed__torch": "2.7.0", "software__lock": ""},
-        "2.7.0 torch2.9-cu128",
-    ),
+    ("software.lock", "bad", {"software__installed": {"trainer": "0", OURS: "0.1"}}, "trainer"),
+    ("software.lock", "warn", {**OLD, "software__lock": ""}, "2.7.0 torch2.9-cu128"),
     ("software.cuda", "bad", {"software__cuda": ""}, "CUDA"),
     ("software.cuda", "bad", {"software__installed__nvidia-cublas-cu11": "11.1"}, "pip uninstall"),
     ("software.lock", "warn", {"software__installed__nvidia-nccl-cu12": "2.20.5"}, "2.20.5 2.27.5"),

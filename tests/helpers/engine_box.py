@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
+from tests.helpers.programs import program, ran
+
 LISTED = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(2))
 NO_RUNTIME = (
     'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].'
@@ -33,45 +35,33 @@ class Machine:
 
     def fake(self, name: str, answers: dict[str, tuple[int, str, str]]) -> None:
         """Puts a program on PATH; the first answer whose words begin the request counts."""
-        program = self.tools / name
         cases = "\n".join(
             f"{quote(start)}*) printf %s {quote(out)}; printf %s {quote(err)} >&2; exit {code} ;;"
             for start, (code, out, err) in answers.items()
         )
         log = quote(str(self.tools / f"{name}.log"))
-        program.write_text(FAKE.format(log=log, answers=cases, name=name))
-        program.chmod(0o755)
+        program(self.tools / name, FAKE.format(log=log, answers=cases, name=name))
 
     def engine(self, **changes: tuple[int, str, str]) -> None:
         """An engine with every image, without GPUs; other answers by the words that a request begins with."""
-        answers = {
-            "version": (0, "26.1\n", ""),
-            "buildx version": (0, "v0.13\n", ""),
-            "compose version": (0, "2.26\n", ""),
-            "image inspect": (0, "sha256:11aa", ""),
-            "info": (0, '["name=seccomp"]\n', ""),
-            "run --rm --pull=never": (125, "", NO_RUNTIME),
-            "run": (0, "trained\n", ""),
-            "compose -f docker-compose.yml ps": (0, "", ""),
-            "compose -f docker-compose.yml config": (0, self.services(), ""),
-            "compose logs": (0, "", ""),
-            "compose": (0, "", ""),
-        }
+        compose = "compose -f docker-compose.yml"
+        answers = {"version": "26.1\n", "buildx version": "v0.13\n", "compose version": "2.26\n"}
+        answers |= {"image inspect": "sha256:11aa", "info": '["name=seccomp"]\n', "run": "trained\n"}
+        answers |= {f"{compose} ps": "", f"{compose} config": self.services()}
+        answers |= {"compose logs": "", "compose": ""}
+        known = {"run --rm --pull=never": (125, "", NO_RUNTIME)}
+        known |= {key: (0, out, "") for key, out in answers.items()}
         given = {key.replace("_", " ").strip(): value for key, value in changes.items()}
-        self.fake("docker", {**given, **{key: value for key, value in answers.items() if key not in given}})
+        self.fake("docker", {**given, **{key: value for key, value in known.items() if key not in given}})
 
     def services(self, **environment: str) -> str:
         """What Compose says of its file."""
         stack, names = self.env.get("STACK") or "torch2.9-cu128", {"jupyter": "dev", "tensorboard": "train"}
         ports = {name: self.env.get(f"{name.upper()}_PORT", "8888") for name in names}
-        services = {
-            name: {
-                "image": f"trainer:{stack}-{target}",
-                "environment": environment,
-                "ports": [{"published": ports[name]}],
-            }
-            for name, target in names.items()
-        }
+        services = {}
+        for name, target in names.items():
+            about = {"image": f"trainer:{stack}-{target}", "environment": environment}
+            services[name] = {**about, "ports": [{"published": ports[name]}]}
         return json.dumps({"services": services})
 
     def asked(self, name: str = "docker") -> list[list[str]]:
@@ -82,16 +72,9 @@ class Machine:
 
     def run(self, *words: str, code: int = 0, **env: str) -> tuple[str, str]:
         """Runs scripts/runtime.py; returns what it said on stdout and stderr."""
-        done = subprocess.run(
-            [sys.executable, "scripts/runtime.py", *words],
-            cwd=self.root,
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
+        words = (sys.executable, "scripts/runtime.py", *words)
+        more = {**self.env, **env}
+        done = ran(*words, code=code, cwd=self.root, env=more, stdin=subprocess.DEVNULL)
         return done.stdout, done.stderr
 
     def refused(self, *words: str, **env: str) -> str:

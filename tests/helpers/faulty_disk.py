@@ -16,10 +16,8 @@ class Killed(BaseException):
 class Disk:
     """Passes everything on to `os`, but for the faults; syncs take no time, and are only remembered.
 
-    Args:
-        at: Number of the counted operation (from 0) that doesn't happen; -1: none.
-        error: What happens there instead: None kills, and every later operation finds a dead process.
-        slow: Seconds that each write takes longer.
+    The counted operation `at` (from 0; -1: none) gives an `error`, or kills if that is None: then every later
+    one finds a dead process. Each write takes `slow` seconds longer.
     """
 
     def __init__(self, at: int = -1, error: int | None = None, slow: float = 0.0) -> None:

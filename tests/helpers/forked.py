@@ -30,15 +30,9 @@ class Attempt(NamedTuple):
 def small(**sections: Any) -> Recipe:
     """A recipe that takes a second: 16 steps, two evaluations."""
     sizes = {"image_size": 8, "samples": 64, "classes": 4, "global_batch_size": 8, "micro_batch_size": 8}
-    values: dict[str, Any] = {
-        "epochs": 2,
-        "data": {"name": "synthetic", **sizes, "workers": 0},
-        "model": {"width": 4},
-        "ema": {"decay": 0.9},
-        "parallel": {"threads": 1},
-        "log": {"every": 2, "to": ["jsonl"]},
-        "checkpoint": {"every": 5, "minutes": 0, "best": False},
-    }
+    values: dict[str, Any] = {"epochs": 2, "data": {"name": "synthetic", **sizes, "workers": 0}}
+    values |= {"model": {"width": 4}, "ema": {"decay": 0.9}, "parallel": {"threads": 1}}
+    values |= {"log": {"every": 2, "to": ["jsonl"]}, "checkpoint": {"every": 5, "minutes": 0, "best": False}}
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return Recipe.model_validate(values)
@@ -60,24 +54,34 @@ def attempt(
     source: str | None = None,
     code: int | None = None,
 ) -> Attempt:
-    """Runs a rank in a fork.
+    """Runs a rank in a fork, in a folder that is made if there is none.
 
-    Args:
-        folder: The run folder; made if there is none.
-        recipe: What to train; `small()` if None.
-        mode: As `--resume`.
-        stop_at: The step after which it gets SIGTERM.
-        stop_after: As `--stop-after`.
-        before: Called in the fork: puts faults in.
-        source: As `--init-from`, for a new run.
-        code: The exit code that it must have.
+    It trains `small()` if no recipe is given, with `mode` as --resume, `stop_after` as --stop-after, and
+    `source` as --init-from; it gets SIGTERM after step `stop_at`. `before`, called in it, puts faults in.
+    `code` is the exit code that it must have.
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")
     import_late()
-    process = multiprocessing.get_context("fork").Process(
-        target=_attempt, args=(folder, recipe or small(), mode, stop_at, stop_after, before, source, told)
-    )
+
+    def rank() -> None:
+        become_rank(os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGTERM) if done == stop_at else None)
+        # The line is told apart from what the rank says.
+        replace(
+            Worker, "_tell", lambda _, record: print(record.traceback, end="", file=sys.stderr, flush=True)
+        )
+        if before is not None:
+            before()
+        with Worker() as worker:
+            begin = None if source is None else parse_source(source)
+            request = Request(recipe or small(), "small", folder, mode, stop_after, source=begin)
+            worker.code = train_rank(request).code
+        assert worker.record is not None
+        told.with_suffix(".line").write_text(json.dumps(worker.record.line))
+        os._exit(worker.exit_code)
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
     process.start()
     process.join(300)
     assert process.exitcode is not None, "it hangs"
@@ -88,36 +92,13 @@ def attempt(
     return Attempt(process.exitcode, outcome, told.read_text())
 
 
-def _attempt(
-    folder: Path,
-    recipe: Recipe,
-    mode: Mode,
-    stop_at: int | None,
-    stop_after: int | None,
-    before: Callable[[], object] | None,
-    source: str | None,
-    told: Path,
-) -> None:
-    file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def become_rank(out: int, number: int = 0, size: int = 1, port: int = 0) -> None:
+    """Makes this fork a rank, whose ranks meet at a port, and whose output goes to an open file."""
+    os.dup2(out, 1)
+    os.dup2(out, 2)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
     threading.excepthook = threading.__excepthook__
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-
-    def stop(done: int) -> None:
-        if done == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before_each_step_ends(stop)
-    # The line is told apart from what the rank says.
-    replace(Worker, "_tell", lambda _, record: print(record.traceback, end="", file=sys.stderr, flush=True))
-    if before is not None:
-        before()
-    with Worker() as worker:
-        begin = None if source is None else parse_source(source)
-        request = Request(recipe, "small", folder, mode, stop_after, source=begin)
-        worker.code = train_rank(request).code
-    assert worker.record is not None
-    told.with_suffix(".line").write_text(json.dumps(worker.record.line))
-    os._exit(worker.exit_code)
+    rank, world = str(number), str(size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    if port:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from tests.helpers.forked import replace, small
+from tests.helpers.forked import become_rank, replace, small
 from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
+from tests.helpers.toys import step_under_way
 from tests.helpers.waiting import until
 from trainer.config.recipe import Recipe
 from trainer.data import loader
@@ -36,7 +37,7 @@ from trainer.launch.folder import Launch, write_launch
 from trainer.launch.worker import Worker
 from trainer.observe.log import MetricLogger
 from trainer.tasks.classification import Classification
-from trainer.train import loop, reduction, saving as checkpoints
+from trainer.train import reduction, saving as checkpoints
 from trainer.train.request import Request
 from trainer.train.start.rank import train_rank
 
@@ -86,12 +87,9 @@ class Job:
         write_launch(self._words, Launch(sys.path, os.getpid(), CpuShares(), False))
         self._began = time.monotonic()
         self._deadline = self._began + seconds
-        self.ranks = [
-            multiprocessing.get_context("fork").Process(
-                target=_rank, args=(number, size, port, self.folder, self._words, recipe, faults)
-            )
-            for number in range(size)
-        ]
+        fork = multiprocessing.get_context("fork").Process
+        more = (size, port, self.folder, self._words, recipe, faults)
+        self.ranks = [fork(target=train_silently, args=(number, *more)) for number in range(size)]
         faulthandler.cancel_dump_traceback_later()  # pytest's: see trainer/launch/worker.py
         for process in self.ranks:
             process.start()
@@ -125,18 +123,18 @@ class Job:
         return Ending(exit_record.job_code(records), exit_record.exit_message(records, len(records)), took)
 
 
-def _rank(
-    number: int, size: int, port: int, folder: Path, words: Path, recipe: Recipe, faults: Sequence[Fault]
+def train_silently(
+    number: int,
+    size: int,
+    port: int,
+    folder: Path,
+    words: Path | None,
+    recipe: Recipe,
+    faults: Sequence[Fault],
 ) -> None:
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
-    threading.excepthook = threading.__excepthook__
+    """A rank of so many, in a fork that ends with it; `words` is the folder of the launch."""
+    become_rank(os.open(os.devnull, os.O_WRONLY), number, size, port)
     os.setsid()  # the launcher kills a rank's session
-    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(number))
-    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     for fault in faults:
         fault(number)
     with Worker(words) as worker:
@@ -160,7 +158,7 @@ def hang(where: Hang, begins: Callable[[], object] = int) -> Fault:
 
     def put(number: int) -> None:
         if number == where.rank:
-            _put(where, _tracked_step(), begins)
+            _put(where, step_under_way(), begins)
 
     return put
 
@@ -185,17 +183,6 @@ def watched_hang(where: Hang) -> list[Fault]:
         threading.Thread(target=begin, daemon=True).start()
 
     return [lambda _: replace(Watchdog, "start", late), hang(where, lambda: hangs.fill_(1))]
-
-
-def _tracked_step() -> Callable[[], int]:
-    at, train_step = [0], vars(loop)["train_step"]  # another fault may have its own there
-
-    def tracked(run: Any, batches: Any, step: int) -> None:
-        at[0] = step + 1
-        train_step(run, batches, step)
-
-    replace(loop, "train_step", tracked)
-    return lambda: at[0]
 
 
 def _put(where: Hang, step: Callable[[], int], begins: Callable[[], object]) -> None:
@@ -248,11 +235,8 @@ def is_named(ending: Ending, where: Hang) -> bool:
 
 def random_hangs(random_: random.Random) -> Iterator[tuple[int, Hang, dict[str, Any]]]:
     """World sizes, hangs, and what else the recipe says."""
-    steps: dict[str, Sequence[int]] = {
-        "evaluation": (8, 16),
-        "logging": range(2, 17, 2),
-        "checkpoint": (5, 10, 15),
-    }
+    steps: dict[str, Sequence[int]] = {"evaluation": (8, 16), "checkpoint": (5, 10, 15)}
+    steps["logging"] = range(2, 17, 2)
     for phase in itertools.cycle(PHASES):
         size = random_.choice((2, 4) if phase in ("communication", "stopped") else (1, 2, 4))
         step = random_.choice(steps.get(phase, range(1, 17)))

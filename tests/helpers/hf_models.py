@@ -10,11 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 WORDS, PLACES = 67, 48
-NEEDS = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None
-    or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6),
-    reason="needs transformers, and torch 2.6 for it",
-)
+_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6)
+_LACKS = _OLD or importlib.util.find_spec("transformers") is None
+NEEDS = pytest.mark.skipif(_LACKS, reason="needs transformers, and torch 2.6 for it")
 
 _LLAMA = {"num_key_value_heads": 2, "intermediate_size": 40, "tie_word_embeddings": False}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
@@ -38,12 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_neox": {"intermediate_size": 40, "tie_word_embeddings": False},
     "phi": _PHI,
-    "phi3": {
-        "intermediate_size": 40,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-        "sliding_window": 6,
-    },
+    "phi3": {**_LLAMA, "sliding_window": 6},
     "olmo2": _LLAMA,
     "olmo3": {**_LLAMA, **_SLIDING},
     "granite": {**_LLAMA, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
@@ -54,19 +47,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def made(family: str, wild: float = 0.0, **changed: Any) -> Any:
-    """A random model of the library, float32, in evaluation mode; the same each time.
+    """A random model of the library, float32, in evaluation mode; the same each time, with keys changed.
 
-    Args:
-        family: Of `FAMILIES`.
-        wild: Deviation of what is added to its matrices: of large weights, outputs depend on each bit.
-        changed: Keys of its configuration.
+    `wild` is the deviation of what is added to its matrices: of large weights, outputs depend on each bit.
     """
     import transformers
 
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(
-        family, **{**sizes, "max_position_embeddings": PLACES, **_ENDS, **FAMILIES[family], **changed}
-    )
+    keys = {**sizes, "max_position_embeddings": PLACES, **_ENDS, **FAMILIES[family], **changed}
+    config = transformers.AutoConfig.for_model(family, **keys)
     torch.manual_seed(5)
     # "eager" is the library's own formula, soft caps included.
     opens: Any = transformers.AutoModelForCausalLM

@@ -55,10 +55,8 @@ def as_shards(folder: Path, root: Path) -> Path:
     for shard, first in enumerate(range(0, len(files), 7)):
         with tarfile.open(root / f"{shard:03d}.tar", "w") as tar:
             for sample in range(first, min(first + 7, len(files))):
-                for suffix, data in (
-                    ("jpg", files.read(sample)),
-                    ("cls", str(files.labels[sample]).encode()),
-                ):
+                parts: dict[str, Any] = {"jpg": files.read(sample), "cls": str(files.labels[sample]).encode()}
+                for suffix, data in parts.items():
                     entry = tarfile.TarInfo(f"{sample:05d}.{suffix}")
                     entry.size = len(data)
                     tar.addfile(entry, io.BytesIO(data))

@@ -37,14 +37,9 @@ def run_script(
 ) -> "subprocess.CompletedProcess[bytes]":
     """Runs a script in bash; `before` defines more stand-ins."""
     own = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "LC_ALL": "C.UTF-8"}
-    return subprocess.run(
-        ["/bin/bash"],
-        input=f"{_STAND_INS}{before}\n{text}".encode(),
-        env={**own, **environment},
-        cwd=folder,
-        capture_output=True,
-        check=False,
-    )
+    given = f"{_STAND_INS}{before}\n{text}".encode()
+    env, words = {**own, **environment}, ["/bin/bash"]
+    return subprocess.run(words, input=given, env=env, cwd=folder, capture_output=True, check=False)
 
 
 def words_of(done: "subprocess.CompletedProcess[bytes]") -> tuple[list[str], dict[str, str]]:
@@ -99,15 +94,10 @@ def read(place: str, text: str, folder: Path) -> tuple[list[str], dict[str, str]
     if place in ("kubernetes", "kubeflow"):
         pod = pod_of(documents(text))
         (node,) = pod["containers"]
-        claims = {
-            one["name"]: one.get("persistentVolumeClaim", {}).get("claimName") for one in pod["volumes"]
-        }
-        assert {one["name"] for one in node["volumeMounts"]} == set(claims)
-        mounts = [
-            f"{claims[one['name']]}:{one['mountPath']}" + ":ro" * one["readOnly"]
-            for one in node["volumeMounts"]
-            if claims[one["name"]]
-        ]
+        volumes = {one["name"]: one.get("persistentVolumeClaim", {}) for one in pod["volumes"]}
+        assert {one["name"] for one in node["volumeMounts"]} == set(volumes)
+        claimed = [(one, volumes[one["name"]].get("claimName")) for one in node["volumeMounts"]]
+        mounts = [f"{claim}:{one['mountPath']}" + ":ro" * one["readOnly"] for one, claim in claimed if claim]
         environment = {one["name"]: single(one["value"]) for one in node["env"] if "value" in one}
         return [single(word) for word in node["args"]], environment, mounts
     words, environment = words_of(run_script(text, folder))

@@ -5,14 +5,9 @@ import importlib
 import torch
 
 _LATE = (
-    "rich.live",
-    "rich.progress",
-    "rich.table",
-    "tensorboard.compat.proto.event_pb2",
-    "tensorboard.plugins.text.metadata",
-    "tensorboard.summary.writer.record_writer",
-    "trainer.data.formats.decode",
-    "trainer.runs.report.page",
+    *("rich.live", "rich.progress", "rich.table", "tensorboard.compat.proto.event_pb2"),
+    *("tensorboard.plugins.text.metadata", "tensorboard.summary.writer.record_writer"),
+    *("trainer.data.formats.decode", "trainer.runs.report.page"),
 )
 
 

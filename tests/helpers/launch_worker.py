@@ -139,11 +139,8 @@ def _tell() -> int:
 
 def _tell_paths() -> None:
     """Writes its search path, and the launch's variables that its child processes would see."""
-    leaked = [
-        name
-        for name in os.environ
-        if (name.startswith("TRAINER") and name != "TRAINER_RANK_OF") or name == "PYTHONSAFEPATH"
-    ]
+    launchs = ("TRAINER", "PYTHONSAFEPATH")
+    leaked = [name for name in os.environ if name.startswith(launchs) and name != "TRAINER_RANK_OF"]
     told = [trainer.__file__, sys.path, leaked, __spec__.name]
     (FOLDER / f"paths-{RANK}").write_text(json.dumps(told))
 
@@ -153,23 +150,13 @@ def _crash() -> None:
 
 
 WHAT: dict[str, Callable[[], int | None]] = {
-    "agree": _agree,
+    **{"agree": _agree, "crash": _crash, "hang": _hang, "hang-in-exit": _hang_in_exit, "stop": _stop},
+    **{"leave-a-child": _leave_a_child, "obey": _obey, "obey-late": _obey, "obey-three": _obey_three},
+    **{"once": _once, "prepare": _prepare, "tell": _tell, "tell-paths": _tell_paths},
     "collective": lambda: _collective(broken=False),
-    "crash": _crash,
     "fail-1": lambda: _collective(broken=RANK == "1"),
     "fail-in-collective": lambda: _collective(broken=True),
-    "hang": _hang,
-    "hang-in-exit": _hang_in_exit,
-    "leave-a-child": _leave_a_child,
-    "obey": _obey,
-    "obey-late": _obey,
-    "obey-three": _obey_three,
-    "once": _once,
-    "prepare": _prepare,
     "sleep": lambda: time.sleep(1000),
-    "stop": _stop,
-    "tell": _tell,
-    "tell-paths": _tell_paths,
 }
 
 

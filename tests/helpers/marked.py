@@ -46,11 +46,8 @@ def flip(file: Path, position: int, bit: int) -> None:
 
 def resum(path: Path) -> None:
     """Hashes that are right again: what is wrong then must be seen without them."""
-    sums = (
-        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n"
-        for file in sorted(path.iterdir())
-        if file.name != "SHA256SUMS"
-    )
+    files = [file for file in sorted(path.iterdir()) if file.name != "SHA256SUMS"]
+    sums = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
     (path / "SHA256SUMS").write_text("".join(sums))
 
 

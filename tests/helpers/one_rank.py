@@ -25,12 +25,8 @@ from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import take_metrics
 
 STEPS = 4
-DIGITS: dict[str, Any] = {
-    "max_steps": STEPS,
-    "data": {"global_batch_size": 32, "micro_batch_size": 16},
-    "model": {"width": 8},
-    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
-}
+DIGITS: dict[str, Any] = {"max_steps": STEPS, "data": {"global_batch_size": 32, "micro_batch_size": 16}}
+DIGITS |= {"model": {"width": 8}, "optim": {"lr": 0.01, "max_grad_norm": 1.0}}
 # Of a recipe, and how near its losses are to those of a rank without a group.
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "ddp": ({}, 1e-4),
@@ -62,12 +58,11 @@ def one_rank(device: torch.device) -> Iterator[World]:
         original(backend, **{**given, "world_size": 1})
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", device.index or 0)):
-            patch.setenv(name, str(value))
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setenv("MASTER_PORT", str(store.port))
+        names = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": device.index or 0, "MASTER_PORT": store.port}
         for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-            patch.setenv(name, os.environ.get(name, "2000"))
+            names[name] = int(os.environ.get(name, "2000"))
+        for name, value in {**names, "MASTER_ADDR": "127.0.0.1"}.items():
+            patch.setenv(name, str(value))
         patch.setattr(dist, "init_process_group", join)
         with joined_world("cuda" if device.type == "cuda" else "cpu", 120, store) as world:
             yield replace(world, size=1)

@@ -16,38 +16,30 @@ MODULE = dedent('''
 
     TOLD = Path(__file__).with_name("told.jsonl")
 
-
     def tell(*what):
         with TOLD.open("a") as file:
             file.write(json.dumps([os.getpid(), *what]) + "\\n")
 
-
     def send(row):
         tell("sent", row["kind"], row["step"])
-
 
     class Watching:
         def open(self, about):
             tell("open", about)
             return about["id"] or f"id-{os.getpid()}", "somewhere"
-
         def log(self, rows):
             for row in rows:
                 tell("row", row["kind"], row["step"], row)
-
         def close(self, status):
             tell("close", status)
-
 
     class Closed(Watching):
         def open(self, about):
             raise ConnectionError("nobody is\\nat http://me:hunter2hunter2@host")
 
-
     class Lacking:
         def log(self, rows):
             pass
-
 
     number = 3
 ''')

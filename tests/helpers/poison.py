@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.forked import replace
+from tests.helpers.toys import step_under_way
 from trainer.tasks.classification import Classification
 
 Harm = Literal["loss", "gradient", "leap"]
@@ -29,18 +29,11 @@ def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[],
     """Makes some steps of a fork go bad."""
 
     def install() -> None:
-        at = -1
-        loop, original = sys.modules["trainer.train.loop"], Classification.loss
-        train_step = loop.__dict__["train_step"]
-
-        def noted(run: Any, batches: Any, step: int) -> None:
-            nonlocal at
-            at = step
-            train_step(run, batches, step)
+        step, original = step_under_way(), Classification.loss
 
         def harmed(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
             loss = original(self, model, batch)
-            if at not in steps or int(os.environ["RANK"]) != only_rank or not model.training:
+            if step() - 1 not in steps or int(os.environ["RANK"]) != only_rank or not model.training:
                 return loss
             if harm == "leap":
                 return loss * 1e3
@@ -48,7 +41,6 @@ def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[],
                 return loss + math.nan
             return loss + infinite_slope(model)
 
-        replace(loop, "train_step", noted)
         replace(Classification, "loss", harmed)
 
     return install

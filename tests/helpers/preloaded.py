@@ -46,12 +46,9 @@ _TOLD = 12  # characters of a number that the server tells: a process may have e
 def run(
     words: Sequence[str | Path], timeout: float = 900, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """`subprocess.run` with its output captured as text.
+    """`subprocess.run` with its output captured as text, of `sys.executable`, a program and its arguments.
 
-    Args:
-        words: `sys.executable`, then `-m MODULE`, `-c CODE` or a file, and arguments.
-        timeout: In seconds.
-        options: Further ones of `Popen`.
+    The program is `-m MODULE`, `-c CODE` or a file; options are those of `Popen`.
     """
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(words, **{**streams, "text": True, **options}) as process:
@@ -67,10 +64,7 @@ def run(
 def call(function: Callable[..., object], *words: str | Path, **options: Any) -> str:
     """Calls a module's function in a process of its own, with texts; returns what it prints.
 
-    Args:
-        function: Of a module; what it raises fails the test.
-        words: What it is given.
-        options: Further ones of `Popen`.
+    What the function raises fails the test; options are those of `Popen`.
     """
     code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
     done = run([sys.executable, "-c", code, *map(str, words)], **{"cwd": ROOT, **options})

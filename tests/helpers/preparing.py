@@ -11,11 +11,7 @@ from trainer.train.start.prepare import prepare
 
 
 def prepare_only(_: str, request: Mapping[str, Any], local: LocalRanks, **__: Any) -> Launched:
-    """In place of `launch`: prepares as rank 0 does, and says why the run is refused.
-
-    Raises:
-        AssertionError: If it isn't.
-    """
+    """In place of `launch`: prepares as rank 0 does, and says why the run is refused, as it must be."""
     with ExitStack() as stack:
         try:
             with paths_explained():

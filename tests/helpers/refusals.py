@@ -23,11 +23,7 @@ def named(text: str | Iterable[str], *names: object) -> bool:
 def refusal(code: int, error: str, *names: object, folder: Path | None = None) -> str:
     """Checks how a command refused, and returns its line.
 
-    Args:
-        code: The exit code: 2.
-        error: What stands on standard error: one line.
-        names: What the line must contain, as `named` reads it.
-        folder: The run folder, which mustn't be there.
+    By code 2 and one line on standard error that has `names`, as `named` reads it; without a run folder.
     """
     assert code == 2, error
     assert error.count("\n") == 1 and error.endswith("\n"), error

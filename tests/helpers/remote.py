@@ -24,15 +24,11 @@ BUCKET = "bucket"
 
 
 class Faulty:
-    """A web application in front of another.
+    """A web application in front of another; it counts how often each path was `asked` for.
 
-    Attributes:
-        asked: How often each path was asked for.
-        wire: The addresses as they came, with their quotes.
-        faults: For the last part of a path, what happens to one request after another; then all is well.
-            "503 9" is that status with `Retry-After: 9`, "lead X" a redirect to `gone?X`, "code X" a
-            refusal as S3 words it.
-        going: What "hang" and "half" wait for.
+    `wire` has the addresses as they came, with their quotes; `faults`, for the last part of a path, what
+    happens to one request after another, and then all is well: "503 9" is that status with `Retry-After: 9`,
+    "lead X" a redirect to `gone?X`, "code X" a refusal as S3 words it. "hang" and "half" wait for `going`.
     """
 
     def __init__(self, app: App) -> None:
@@ -129,12 +125,8 @@ class S3:
         inner.RequestHandlerClass = type("Quiet", (inner.RequestHandlerClass, Quiet), {"log": Quiet.log})
         self.app = inner.app = Faulty(inner.app)
         host, port = self._server.get_host_and_port()
-        self.environment = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "someone",
-            "AWS_SECRET_ACCESS_KEY": "something",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        self.environment = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "someone"}
+        self.environment |= {"AWS_SECRET_ACCESS_KEY": "something", "AWS_DEFAULT_REGION": "us-east-1"}
         os.environ.update(self.environment)
         import boto3
 

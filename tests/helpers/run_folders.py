@@ -25,20 +25,16 @@ def manifest(folder: Path | str) -> dict[str, Any]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The final weights and average."""
-    return {
-        f"{file.stem}/{name}": tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in safetensors.torch.load_file(file).items()
-    }
+    files = sorted(folder.glob("*.safetensors"))
+    found = {file.stem: safetensors.torch.load_file(file) for file in files}
+    return {f"{stem}/{name}": one for stem, tensors in found.items() for name, one in tensors.items()}
 
 
 def same(folder: Path, other: Path) -> bool:
     ours, theirs = weights(folder), weights(other)
-    return (
-        bool(ours)
-        and ours.keys() == theirs.keys()
-        and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    )
+    if not ours or ours.keys() != theirs.keys():
+        return False
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 def changed(folder: Path, stopped: Path) -> Path:

@@ -67,10 +67,7 @@ class TokenTask:
         lengths = random.integers(1, LENGTH + 1, samples) if ragged else np.full(samples, LENGTH)
         label = random.integers(0, CLASSES, (samples, LENGTH))
         label[np.arange(LENGTH) >= lengths[:, None]] = -100
-        arrays: dict[str, Any] = {
-            "x": random.standard_normal((samples, LENGTH, FEATURES)),
-            "y": label,
-        }
+        arrays: dict[str, Any] = {"x": random.standard_normal((samples, LENGTH, FEATURES)), "y": label}
         if ragged:
             arrays[NUM_ITEMS] = lengths
         self.dtype = dtype
@@ -156,3 +153,15 @@ def before_each_step_ends(call: Callable[[int], None]) -> None:
         call(step + 1)
 
     setattr(loop, "train_step", after)  # noqa: B010
+
+
+def step_under_way() -> Callable[[], int]:
+    """The step that this process's loops are in, from 1; known from the loop itself, 0 before it begins."""
+    at, original = [0], vars(loop)["train_step"]
+
+    def tracked(run: Run, batches: Any, step: int) -> None:
+        at[0] = step + 1
+        original(run, batches, step)
+
+    setattr(loop, "train_step", tracked)  # noqa: B010
+    return lambda: at[0]

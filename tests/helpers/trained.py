@@ -6,14 +6,10 @@ from tests.helpers.forked import attempt
 from trainer.config.recipe import Recipe
 
 _RECIPE = {
-    "epochs": 4,
-    "evaluation": {"every": "end"},
+    **{"epochs": 4, "evaluation": {"every": "end"}, "ema": {"decay": 0.95}, "optim": {"lr": 0.006}},
     "data": {"name": "digits", "global_batch_size": 64, "micro_batch_size": 64, "workers": 0},
     "model": {"name": "small_resnet", "width": 16, "blocks": [1, 1]},
-    "optim": {"lr": 0.006},
-    "ema": {"decay": 0.95},
-    "parallel": {"threads": 1},
-    "log": {"to": ["jsonl"]},
+    **{"parallel": {"threads": 1}, "log": {"to": ["jsonl"]}},
     "checkpoint": {"every": 0, "minutes": 0, "best": False},
 }
 

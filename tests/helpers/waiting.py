@@ -11,12 +11,10 @@ SECONDS = 300.0  # for what takes a moment on a quiet machine
 
 
 def until(state: Callable[[], T], told: Callable[[], object] | str = "", seconds: float = SECONDS) -> T:
-    """Returns the result of `state` once that is true.
+    """Returns the result of `state`, which is looked at again and again, once that is true.
 
-    Args:
-        state: Looked at again and again.
-        told: What helps where it never is: words, or what returns logs, rows, stacks.
-        seconds: After which it never will be; a machine that is merely slow is quicker.
+    `told`, words or what returns logs, rows, stacks, helps where it never is: after `seconds`, in which a
+    machine that is merely slow is done.
     """
     end = time.monotonic() + seconds
     while not (found := state()):

@@ -30,7 +30,5 @@ def records(file: Path) -> list[Any]:
 def history(found: list[Any]) -> list[dict[str, Any]]:
     """The rows of the charts."""
     rows = [one.history for one in found if one.WhichOneof("record_type") == "history"]
-    return [
-        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row.item}
-        for row in rows
-    ]
+    names = [{".".join(one.nested_key) or one.key: one.value_json for one in row.item} for row in rows]
+    return [{name: json.loads(value) for name, value in row.items()} for row in names]

@@ -33,7 +33,6 @@ except BadInputError as error:
     sys.exit({RAISED})
 """
 
-
 # A custom task, whose bits are the same on any number of ranks.
 OWN = """
 import numpy as np
@@ -49,18 +48,14 @@ RECIPE = {
     "checkpoint": {"every": 0, "minutes": 0, "best": False},
 }
 
-
 class Own:
     def data(self):
         x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
         return {"x": x, "y": x[:, :1]}, {"x": x[:30], "y": x[:30, :1]}
-
     def model(self):
         return nn.Linear(2, 1)
-
     def loss(self, model, batch):
         return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
-
     def measure(self, model, batch):
         return {"loss": self.loss(model, batch)}
 """
@@ -113,14 +108,9 @@ class Started:
             self._start(sys.executable, "-c", _FIT, json.dumps(asked))
 
     def _start(self, *words: str, **environment: str) -> None:
-        process = preloaded.Popen(
-            words,
-            cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-        )
+        silent: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self._stderr}
+        own = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        process = preloaded.Popen(words, cwd=self._folder, env=own, **silent)
         self.processes.append(process)
 
     def send(self, number: signal.Signals) -> None:

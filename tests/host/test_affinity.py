@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.planted import plant
+from tests.helpers.programs import ran
 from trainer.host.affinity import (
     Cpus,
     CpuShares,
@@ -161,15 +161,9 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs t
 @needs_two
 def test_a_rank_and_what_it_starts_keep_to_its_cpus(tmp_path: Path) -> None:
     there = sorted(os.sched_getaffinity(0))[:2]
-    done = subprocess.run(  # libgomp reads its variables when it is loaded
-        [sys.executable, "-c", BOUND + IN_A_RANK, str(tmp_path), cpus_text(frozenset(there))],
-        cwd=REPOSITORY,
-        env={**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    # libgomp reads its variables when it is loaded.
+    words = (sys.executable, "-c", BOUND + IN_A_RANK, tmp_path, cpus_text(frozenset(there)))
+    done = ran(*words, code=0, cwd=REPOSITORY, env={**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"})
     main, threads, counted, child = json.loads(done.stdout)
     assert main == there
     assert child == 2  # libgomp would have left the main thread, and so a loader worker, on one CPU

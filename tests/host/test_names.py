@@ -2,13 +2,13 @@
 
 import ast
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import trainer
+from tests.helpers.programs import ran
 from trainer.host.interfaces import services
 from trainer.host.reading import text_of
 
@@ -37,8 +37,7 @@ def asked(folder: Path, *words: str) -> int:
         pytest.skip("needs strace and a name server in resolv.conf")
     told = folder / "told"
     strace = ["strace", "-f", "-qq", "-e", "trace=connect,sendto,sendmmsg", "-o", str(told)]
-    look = [*strace, sys.executable, "-c", _LOOK_UP, *words]
-    done = subprocess.run(look, check=False, capture_output=True, text=True)
+    done = ran(*strace, sys.executable, "-c", _LOOK_UP, *words)
     if "ptrace" in done.stderr.lower():
         pytest.skip("strace may not look here")
     assert done.returncode == 0, done.stderr

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bootstrap import say_where_cuda_is
 from locks import get_uv, read_wheels
 
-from tests.container.rehearsal import served
 from tests.helpers.packages import wheel
+from tests.helpers.programs import folder_served, program, ran
 from tests.helpers.refusals import refusal
 from trainer.host.stacks import lock_hash
 
@@ -30,27 +29,17 @@ UV = shutil.which("uv") or shutil.which("uv", path=Path(sys.prefix) / "bin")
 MAKE = shutil.which("make")
 
 
-def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
-
-
 @dataclass
 class Project:
-    """A project with a lock; its environment is in `.venv`."""
+    """A project with a lock and an environment; `tools` has all commands that a bootstrap here finds."""
 
     root: Path
     links: Path
+    tools: Path
     env: dict[str, str]
-    python: Path = BASE
 
-    @property
-    def venv(self) -> Path:
-        return self.root / ".venv"
-
-    @property
-    def stamp(self) -> Path:
-        return self.venv / ".bootstrap.json"
+    def __post_init__(self) -> None:
+        self.venv, self.locked = self.root / ".venv", self.root / "stacks/tiny/wheels.lock"
 
     def wheel(self, name: str, version: str, script: str = "", tag: str = "any") -> str:
         """Makes a wheel; returns its hash."""
@@ -62,71 +51,61 @@ class Project:
         text = "--only-binary :all:\n"
         for line in lines:
             pin, *groups = line.split()
-            name, _, version = pin.partition("==")
-            sha256 = self.wheel(name, version)
+            sha256 = self.wheel(*pin.split("=="))
             text += f"# groups: {' '.join(groups)}\n{pin} \\\n    --hash=sha256:{sha256}\n"
-        (self.root / "stacks" / "tiny").mkdir(parents=True, exist_ok=True)
-        (self.root / "stacks" / "tiny" / "wheels.lock").write_text(text)
+        self.locked.parent.mkdir(parents=True, exist_ok=True)
+        self.locked.write_text(text)
 
     def start(self, *groups: str) -> subprocess.Popen[str]:
-        script = str(self.root / "scripts" / "bootstrap.py")
-        command = [str(self.python), script, "--stack", "tiny", "--groups", *groups]
-        pipe = subprocess.PIPE
+        script, pipe = str(self.root / "scripts/bootstrap.py"), subprocess.PIPE
+        command = [str(BASE), script, "--stack", "tiny", "--groups", *groups]
         return subprocess.Popen(command, env=self.env, stdout=pipe, stderr=pipe, text=True)
 
     def bootstrap(self, *groups: str, code: int = 0) -> str:
         process = self.start(*groups)
         output, errors = process.communicate(timeout=300)
-        assert process.returncode == code, output + errors
-        assert "Traceback" not in errors
+        assert process.returncode == code and "Traceback" not in errors, output + errors
         return output + errors
 
     def version(self, name: str) -> str:
         """The version that the environment imports; empty if it has none."""
-        return run(self.venv / "bin" / "python", "-c", f"import {name}; print({name}.version)").stdout.strip()
+        return ran(self.venv / "bin/python", "-c", f"import {name}; print({name}.version)").stdout.strip()
 
 
 @pytest.fixture
-def tools(tmp_path: Path) -> Path:
-    """The only folder of commands that a bootstrap here finds."""
-    folder = tmp_path / "tools"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def project(tmp_path: Path, tools: Path) -> Project:
+def project(tmp_path: Path) -> Project:
     """A project on a machine without uv."""
-    root, links = tmp_path / "project", tmp_path / "links"
+    root, links, tools = (tmp_path / name for name in ("project", "links", "tools"))
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     links.mkdir()
+    tools.mkdir()
     offline = {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(links), "UV_CACHE_DIR": str(tmp_path / "cache")}
-    made = Project(root, links, {"HOME": str(tmp_path), "PATH": str(tools), **offline})
+    made = Project(root, links, tools, {"HOME": str(tmp_path), "PATH": str(tools), **offline})
     made.lock("apple==1.0 test dev", "pear==1.0 dev", "uv==0.0.1 boot")
     return made
 
 
 @pytest.fixture
-def with_uv(project: Project, tools: Path) -> Project:
+def with_uv(project: Project) -> Project:
     """The same with uv on the PATH."""
     if UV is None:
         pytest.skip("no uv here")
-    (tools / "uv").symlink_to(UV)
+    (project.tools / "uv").symlink_to(UV)
     return project
 
 
-def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project, tools: Path) -> None:
+def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project) -> None:
     """Two calls at once share the work; runs know the hash of the lock."""
+    stamp, lock = with_uv.venv / ".bootstrap.json", with_uv.locked
     both = [with_uv.start("test"), with_uv.start("dev")]
     outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "1.0")
-    assert set(json.loads(with_uv.stamp.read_text())["groups"]) == {"dev", "test"}
-    written = with_uv.stamp.stat().st_mtime_ns
-    (tools / "uv").unlink()  # nothing is asked of an installer
+    assert set(json.loads(stamp.read_text())["groups"]) == {"dev", "test"}
+    written = stamp.stat().st_mtime_ns
+    (with_uv.tools / "uv").unlink()  # nothing is asked of an installer
     assert with_uv.bootstrap("test", "dev") == ""
-    assert with_uv.stamp.stat().st_mtime_ns == written
-    lock = with_uv.root / "stacks/tiny/wheels.lock"
+    assert stamp.stat().st_mtime_ns == written
     for text in (lock.read_text(), f"# Another word.\n{lock.read_text()}"):
         lock.write_text(text)
         assert with_uv.bootstrap("test") == "", "nothing is installed"
@@ -148,8 +127,7 @@ def test_a_changed_lock_updates_the_environment(with_uv: Project) -> None:
 
 def test_what_is_wrong_is_refused(with_uv: Project) -> None:
     assert with_uv.bootstrap("fruit", code=2).count("\n") == 1
-    program = with_uv.root / "scripts" / "bootstrap.py"
-    done = run(BASE, program, "--stack", "tinny", env=with_uv.env)
+    done = ran(BASE, with_uv.root / "scripts/bootstrap.py", "--stack", "tinny", env=with_uv.env)
     assert done.returncode == 2 and "'tiny'" in done.stderr and done.stderr.count("\n") == 1
     with_uv.wheel("apple", "1.0", script="# another file")
     assert "hash" in with_uv.bootstrap("test", code=1).lower()
@@ -161,15 +139,15 @@ def test_what_is_wrong_is_refused(with_uv: Project) -> None:
     assert (with_uv.venv / "thesis.tex").exists()
 
 
-def test_an_interrupted_install_is_repaired(with_uv: Project, tools: Path) -> None:
+def test_an_interrupted_install_is_repaired(with_uv: Project) -> None:
     with_uv.bootstrap("test")
-    (tools / "uv").unlink()
-    (tools / "uv").write_text('#!/bin/sh\nkill -9 "$PPID"\n')
-    (tools / "uv").chmod(0o755)
+    uv = with_uv.tools / "uv"
+    uv.unlink()
+    program(uv, '#!/bin/sh\nkill -9 "$PPID"\n')
     with_uv.bootstrap("dev", code=-9)
     (with_uv.venv / "half").touch()
-    (tools / "uv").unlink()
-    (tools / "uv").symlink_to(str(UV))
+    uv.unlink()
+    uv.symlink_to(str(UV))
     with_uv.bootstrap("dev")
     assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "1.0")
     assert not (with_uv.venv / "half").exists()
@@ -181,16 +159,16 @@ def index(project: Project) -> Iterator[Project]:
     if UV is None:
         pytest.skip("no uv here")
     tag = f"{'macosx_11_0' if sys.platform == 'darwin' else 'manylinux_2_17'}_{platform.machine()}"
-    lock = project.root / "stacks/tiny/wheels.lock"
     other = project.wheel("uv", "0.0.1", "#!/bin/sh\nexit 1\n", "win_amd64")
     sha256 = project.wheel("uv", "0.0.1", f'#!/bin/sh\nexec {UV} "$@"\n', tag)
     old = project.wheel("uv", "0.0.1")
+    lock = project.locked
     lock.write_text(lock.read_text().replace(old, f"{other} --hash=sha256:{sha256}"))
     page = project.links / "simple/uv"
     page.mkdir(parents=True)
     for file in project.links.glob("uv-0.0.1-*_*.whl"):
         file.rename(page / file.name)
-    with served(project.links, "127.0.0.1") as address:
+    with folder_served(project.links) as address:
         project.env |= {"PIP_INDEX_URL": f"{address.replace('//', '//me:pw@')}/simple/"}
         yield project
 
@@ -223,7 +201,7 @@ def test_links_of_an_index_may_be_whole_relative_and_with_hashes(index: Project,
         page.write_text(f'<a data-x="" href="{link}" data-y="&gt;=3.8">{moved.name}</a>')
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("UV_DEFAULT_INDEX", f"{place}/simple")
-            assert get_uv(index.root / "stacks/tiny/wheels.lock", tmp_path / "got").stat().st_mode & 0o111
+            assert get_uv(index.locked, tmp_path / "got").stat().st_mode & 0o111
 
 
 @pytest.mark.parametrize(
@@ -255,20 +233,20 @@ PATCH = "import platform, runpy, sys, sysconfig; {}; runpy.run_path({!r}, run_na
 )
 def test_what_cannot_work_gets_one_line_that_names_the_container(patch: str, names: str) -> None:
     script = f"sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = ['bootstrap']; {patch}"
-    done = run(sys.executable, "-c", PATCH.format(script, str(SCRIPTS / "bootstrap.py")))
+    done = ran(sys.executable, "-c", PATCH.format(script, str(SCRIPTS / "bootstrap.py")))
     assert done.stdout == ""
     refusal(done.returncode, done.stderr, names)
 
 
 @pytest.mark.skipif(MAKE is None, reason="no make here")
-def test_a_shim_that_fails_is_skipped(with_uv: Project, tools: Path) -> None:
+def test_a_shim_that_fails_is_skipped(with_uv: Project) -> None:
     shutil.copy(ROOT / "Makefile", with_uv.root)
-    (tools / "python3").write_text("#!/bin/sh\necho 'pyenv: not here' >&2\nexit 127\n")
-    (tools / "python3").chmod(0o755)
+    tools = with_uv.tools
+    program(tools / "python3", "#!/bin/sh\necho 'pyenv: not here' >&2\nexit 127\n")
     (tools / f"python3.{sys.version_info[1]}").symlink_to(BASE)
     env = {**with_uv.env, "PATH": f"{tools}:/bin"}  # which has sh
     words = ["--no-print-directory", "venv", "STACK=tiny", "GROUPS=test"]
-    first, second = (run(MAKE, *words, cwd=with_uv.root, env=env) for _ in range(2))
+    first, second = (ran(MAKE, *words, cwd=with_uv.root, env=env) for _ in range(2))
     assert first.returncode == 0 and "pyenv" not in first.stdout + first.stderr, first.stderr
     assert with_uv.version("apple") == "1.0"
     assert second.stdout + second.stderr == ""

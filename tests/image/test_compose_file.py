@@ -2,28 +2,24 @@
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.helpers.programs import ran
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _compose(*words: str, **env: str) -> Any:
-    docker = shutil.which("docker")
-    if (
-        docker is None
-        or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode
-    ):
+    if not shutil.which("docker") or ran("docker", "compose", "version").returncode:
         pytest.skip("no docker compose here")
     ours = ("STACK", "TRAINER_DEV_IMAGE", "TRAINER_TRAIN_IMAGE", "JUPYTER_TOKEN", "CUDA_VISIBLE_DEVICES")
     given = {**{key: value for key, value in os.environ.items() if key not in ours}, **env}
-    command = [docker, "compose", *words, "config"]
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = ran("docker", "compose", *words, "config", code=0, cwd=ROOT, env=given)
+    assert done.stderr == ""
     return yaml.safe_load(done.stdout)["services"]
 
 

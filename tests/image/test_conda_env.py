@@ -10,20 +10,20 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from locks import LockError, read_conda
 
-from tests.helpers.conda_packages import Contents, pack
+from tests.helpers.packages import Contents, pack
+from tests.helpers.programs import Quiet, program, ran, served
 from tests.helpers.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,15 +56,12 @@ def digest(file: Path, algorithm: str = "sha256") -> str:
     return hashlib.new(algorithm, file.read_bytes()).hexdigest()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Quiet, BaseHTTPRequestHandler):
     """Serves a channel; as a proxy it is asked for whole URLs, which it notes and refuses."""
 
     def __init__(self, channel: Channel, *rest: Any) -> None:
         self.channel = channel
         super().__init__(*rest)
-
-    def do_CONNECT(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         self.channel.asked[self.path] += 1
@@ -80,29 +77,25 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if answer else data)
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    def do_CONNECT(self) -> None:
+        self.do_GET()
 
 
 @pytest.fixture
 def channel(tmp_path: Path) -> Iterator[Channel]:
     channel = Channel(tmp_path / "channel")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, channel))
-    channel.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=partial(server.serve_forever, 0.01), daemon=True).start()
-    yield channel
-    server.shutdown()
-    server.server_close()
+    with served(partial(Handler, channel)) as server:
+        channel.url = f"http://127.0.0.1:{server.server_port}"
+        yield channel
 
 
 @pytest.fixture(scope="module", autouse=True)
 def conda(tmp_path_factory: pytest.TempPathFactory) -> str:
     if REAL:
         return REAL
-    stand_in, source = tmp_path_factory.mktemp("bin") / "conda", ROOT / "tests/container/stand_in_conda.py"
-    stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{source}" "$@"\n')
-    stand_in.chmod(0o755)
-    return str(stand_in)
+    source = ROOT / "tests/container/stand_in_conda.py"
+    text = f'#!/bin/sh\nexec "{sys.executable}" -I "{source}" "$@"\n'
+    return str(program(tmp_path_factory.mktemp("bin") / "conda", text))
 
 
 @dataclass
@@ -135,11 +128,9 @@ def make(channel: Channel, conda: str, tmp_path: Path) -> Make:
         # Whatever asks for another host asks the channel's server, as a proxy: counted.
         env = {**os.environ, **dict.fromkeys(PROXIES, channel.url)}
         env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
-        command = [str(word) for word in (sys.executable, SCRIPT, *given, *words)]
-        out, err = subprocess.PIPE, subprocess.STDOUT
-        done = subprocess.run(command, env=env, stdout=out, stderr=err, text=True, check=False)
+        done = ran(sys.executable, SCRIPT, *given, *words, env=env)
         assert [*prefix.parent.glob("[!e]*"), *prefix.parent.glob(".*")] == [], "working files were left"
-        return Made(done.returncode, done.stdout, prefix)
+        return Made(done.returncode, done.stdout + done.stderr, prefix)
 
     return make
 
@@ -157,20 +148,16 @@ def packages(channel: Channel) -> Channel:
     return channel
 
 
-def tree(prefix: Path) -> dict[str, tuple[int, bytes | str]]:
+def tree(prefix: Path) -> dict[str, tuple[int, bytes | Path]]:
     """Every path with its mode and content."""
-    found: dict[str, tuple[int, bytes | str]] = {}
+    found: dict[str, tuple[int, bytes | Path]] = {}
     for path in prefix.rglob("*"):
-        content: bytes | str = str(path.readlink()) if path.is_symlink() else b""
-        if path.is_file() and not path.is_symlink():
-            content = path.read_bytes()
+        content = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
         found[str(path.relative_to(prefix))] = (path.lstat().st_mode, content)
     return found
 
 
-def test_the_right_hashes_give_the_environment_and_nothing_else_is_asked_for(
-    packages: Channel, make: Make, tmp_path: Path
-) -> None:
+def test_the_right_hashes_give_the_environment_alone(packages: Channel, make: Make, tmp_path: Path) -> None:
     """The same bytes each time; records name every file and the true source."""
     python(packages)
     made = make()
@@ -230,7 +217,7 @@ def test_failures_that_pass_and_that_stay(packages: Channel, make: Make, tmp_pat
     assert made.code == 1 and name in made.error
 
 
-def test_what_is_in_the_cache_is_not_asked_for_unless_corrupt(
+def test_what_is_cached_is_not_asked_for_unless_corrupt(
     packages: Channel, make: Make, tmp_path: Path
 ) -> None:
     name = "/conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"
@@ -279,8 +266,7 @@ def test_locks_that_are_refused(line: str) -> None:
 
 @pytest.mark.usefixtures("packages")
 def test_a_conda_that_fails(make: Make, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.write_text('#!/bin/sh\nmkdir -p "$4/bin" && echo half >"$4/bin/half"\nexit 7\n')
-    broken.chmod(0o755)
+    half = '#!/bin/sh\nmkdir -p "$4/bin" && echo half >"$4/bin/half"\nexit 7\n'
+    broken = program(tmp_path / "broken", half)
     made = make("--conda", broken)
     assert made.code == 1 and "exit code 7" in made.error

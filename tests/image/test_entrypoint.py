@@ -6,35 +6,33 @@ Without a container: as uid 1000, on programs that say what they were given.
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packages_on_top import environment
 
+from tests.helpers.programs import program, ran
 from tests.helpers.refusals import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(words: Sequence[str | Path], **env: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": "/usr/bin:/bin", **env}
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+def run(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return ran(*words, env={"PATH": "/usr/bin:/bin", **env})
 
 
 @pytest.fixture
 def entrypoint(tmp_path: Path) -> Start:
     tools = tmp_path / "tools"
-    tools.mkdir()
     for name in ("id", "jupyter-lab", "tensorboard", "python", "jupyter"):
         said = "1000" if name == "id" else f'{name} "$@"'
-        (tools / name).write_text(f"#!/bin/sh\necho {said}\n")
-        (tools / name).chmod(0o755)
+        program(tools / name, f"#!/bin/sh\necho {said}\n")
 
     def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
         paths = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}
-        return run([ROOT / "scripts/entrypoint", *words], **paths, **env)
+        return run(ROOT / "scripts/entrypoint", *words, **paths, **env)
 
     return start
 
@@ -45,9 +43,7 @@ def copied(folder: Path, *changes: tuple[str, str]) -> Path:
     for old, new in (('"$(id -u)" = 0', "1 = 0"), *changes):
         assert old in text
         text = text.replace(old, new)
-    (folder / "entrypoint").write_text(text)
-    (folder / "entrypoint").chmod(0o755)
-    return folder / "entrypoint"
+    return program(folder / "entrypoint", text)
 
 
 LAB = "jupyter-lab --no-browser --ip=0.0.0.0 --port=8888 "
@@ -85,16 +81,10 @@ def test_jupyterlab_never_starts_without_a_token(entrypoint: Start, words: str, 
 
 
 @pytest.mark.parametrize(
-    ("words", "prefix", "url"),
-    [
-        ([], "/notebook/team/me", "/notebook/team/me/lab"),
-        (["--ServerApp.base_url=/x"], "/notebook/me", "/x/lab"),
-    ],
+    ("words", "url"), [([], "/notebook/me/lab"), (["--ServerApp.base_url=/x"], "/x/lab")]
 )
-def test_jupyterlab_below_the_prefix_of_kubeflow(
-    entrypoint: Start, words: list[str], prefix: str, url: str
-) -> None:
-    said = entrypoint("jupyter", *words, NB_PREFIX=prefix).stdout
+def test_jupyterlab_below_the_prefix_of_kubeflow(entrypoint: Start, words: list[str], url: str) -> None:
+    said = entrypoint("jupyter", *words, NB_PREFIX="/notebook/me").stdout
     assert f"--ServerApp.custom_display_url=http://127.0.0.1:8888{url} " in said
     assert said.count("--ServerApp.base_url=") == 1
 
@@ -102,8 +92,7 @@ def test_jupyterlab_below_the_prefix_of_kubeflow(
 def test_a_hub_gets_its_single_user_server(entrypoint: Start, tmp_path: Path) -> None:
     done = entrypoint("jupyter", JUPYTERHUB_API_TOKEN="x")  # the conda stacks have none
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    (tmp_path / "tools/jupyterhub-singleuser").write_text('#!/bin/sh\necho single "$@"\n')
-    (tmp_path / "tools/jupyterhub-singleuser").chmod(0o755)
+    program(tmp_path / "tools/jupyterhub-singleuser", '#!/bin/sh\necho single "$@"\n')
     assert entrypoint("jupyter", "--debug", JUPYTERHUB_API_TOKEN="x").stdout == "single --debug\n"
     assert entrypoint("jupyterhub-singleuser", JUPYTERHUB_API_TOKEN="x").stdout == "single\n"
 
@@ -111,20 +100,13 @@ def test_a_hub_gets_its_single_user_server(entrypoint: Start, tmp_path: Path) ->
 def test_hooks_run_in_order_and_one_that_fails_stops_nothing(tmp_path: Path) -> None:
     """As in docker-stacks: what is sourced may set variables; what isn't a program is passed over."""
     folder = tmp_path / "before-notebook.d"
-    folder.mkdir()
-    hooks = {
-        "10-fails.sh": "false",
-        "20.sh": "export SET=by-a-hook; set -eu; list=(a b)",
-        "30-syntax.sh": "if [",
-        "40-program": "#!/bin/sh\necho $SET >&2; exit 3",
-        "50-unset.sh": 'echo "$NOT_SET_ANYWHERE"; true',
-        "60-text": "no program",
-    }
+    hooks = {"10-fails.sh": "false", "20.sh": "export SET=by-a-hook; set -eu; list=(a b)", "30.sh": "if ["}
+    hooks |= {"40-program": "#!/bin/sh\necho $SET >&2; exit 3", "60-text": "no program"}
+    hooks["50-unset.sh"] = 'echo "$NOT_SET_ANYWHERE"; true'
     for name, text in hooks.items():
-        (folder / name).write_text(f"{text}\n")
-    (folder / "40-program").chmod(0o755)
-    program = copied(tmp_path, ("/usr/local/bin/", f"{tmp_path}/"))
-    done = run([program, "sh", "-c", "echo set: $SET; exit 75"])
+        program(folder / name, f"{text}\n").chmod(0o755 if name == "40-program" else 0o644)
+    starts = copied(tmp_path, ("/usr/local/bin/", f"{tmp_path}/"))
+    done = run(starts, "sh", "-c", "echo set: $SET; exit 75")
     assert (done.returncode, done.stdout) == (75, "\nset: by-a-hook\n")
     told = [line for line in done.stderr.splitlines() if line.startswith("entrypoint: ")]
     assert [name[:2] for line in told for name in hooks if name in line] == ["10", "30", "40"]
@@ -134,10 +116,10 @@ def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
     """The host's driver shows in a container that was given none of its GPUs."""
     driver, control = tmp_path / "version", tmp_path / "nvidiactl"
     changes = ("/proc/driver/nvidia/version", str(driver)), ("/dev/nvidiactl", str(control))
-    program = copied(tmp_path, *changes)
+    starts = copied(tmp_path, *changes)
 
     def said(**env: str) -> str:
-        return run([program, "true"], NVIDIA_VISIBLE_DEVICES="all", **env).stderr
+        return run(starts, "true", NVIDIA_VISIBLE_DEVICES="all", **env).stderr
 
     assert said() == ""
     driver.touch()
@@ -155,34 +137,32 @@ def test_a_login_shell_has_the_images_variables(tmp_path: Path) -> None:
     text = (ROOT / "scripts/profile.sh").read_text().replace("/opt/image/environment", str(lines))
     (tmp_path / "profile").write_text(text)
     own = {"LANG": "de_DE", "HOME": str(tmp_path), "PYTHONNOUSERSITE": ""}
-    said = run(["sh", "-c", f". {tmp_path}/profile && /usr/bin/env"], **own).stdout
+    said = run("sh", "-c", f". {tmp_path}/profile && /usr/bin/env", **own).stdout
     found = dict(line.split("=", 1) for line in said.splitlines())
     wanted = {**own, "PATH": variables["PATH"], "XDG_CACHE_HOME": "/it's `x`"}
     assert wanted.items() <= found.items() and not {"SECRET", "STACK"} & found.keys()
 
 
-@pytest.mark.parametrize(("capabilities", "owner", "wanted"), [(0xE0, 1234, 1234), (0xA80425FB, 1234, 0)])
+@pytest.mark.parametrize(("capabilities", "wanted"), [(0xE0, 1234), (0xA80425FB, 0)])
 def test_a_python_that_entered_as_root_becomes_the_owner(
-    tmp_path: Path, capabilities: int, owner: int, wanted: int
+    tmp_path: Path, capabilities: int, wanted: int
 ) -> None:
     """Only where root may not write what others own; without the right to change users nothing happens."""
     if os.geteuid():
         pytest.skip("only root can become somebody else")
-    os.chown(tmp_path, owner, owner)
+    os.chown(tmp_path, 1234, 1234)
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{capabilities:016x}\n")
-    program = f"""
+    code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT / "scripts")!r})
 import as_owner, pathlib
 os.setgroups([0, 777])
-if not {capabilities}:
-    os.setgroups = lambda groups: (_ for _ in ()).throw(PermissionError())
 try:
     as_owner.become_owner(pathlib.Path({str(tmp_path)!r}), pathlib.Path({str(status)!r}))
 except OSError:
     pass
 print(os.getuid(), os.getgid(), os.getgroups())
 """
-    said = subprocess.check_output([sys.executable, "-c", program], text=True)
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said == f"{wanted} {wanted} {[777] if wanted else [0, 777]}\n"

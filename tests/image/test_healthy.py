@@ -6,8 +6,11 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.helpers.programs import Quiet, served
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERS = runpy.run_path(str(ROOT / "scripts/healthy"))["answers"]
@@ -18,26 +21,17 @@ INIT = ["/opt/env/bin/dumb-init", "--", "/opt/image/entrypoint"]
 def server() -> Iterator[ThreadingHTTPServer]:
     """Notes the paths that it is asked for; below /broken it has an error."""
 
-    class Handler(BaseHTTPRequestHandler):
+    asked: list[str] = []
+
+    class Handler(Quiet, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_response(500 if self.path.startswith("/broken") else 404)
             self.end_headers()
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    asked: list[str] = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as one:
+    with served(Handler) as one:
         one.asked = asked  # type: ignore[attr-defined]
-        threading.Thread(target=one.serve_forever, args=(0.01,), daemon=True).start()
         yield one
-        one.shutdown()
-
-
-@pytest.mark.parametrize("words", [["bash"], [*INIT, "trainer", "train", "jupyter"]])
-def test_no_server_was_asked_for(words: list[str]) -> None:
-    assert ANSWERS(words)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +44,7 @@ def test_no_server_was_asked_for(words: list[str]) -> None:
     ],
 )
 def test_a_server_that_answers(
-    server: ThreadingHTTPServer,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    env: dict[str, str],
-    path: str,
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, words: list[str], env: Any, path: str
 ) -> None:
     port = str(server.server_port)
     for name, value in env.items():
@@ -64,6 +54,8 @@ def test_a_server_that_answers(
 
 
 def test_one_that_fails_or_is_gone(server: ThreadingHTTPServer) -> None:
+    """And no server at all was asked for."""
+    assert ANSWERS(["bash"]) and ANSWERS([*INIT, "trainer", "train", "jupyter"])
     port = server.server_port
     assert not ANSWERS([*INIT, "jupyter", f"--port={port}", "--ServerApp.base_url=/broken"])
     server.shutdown()

@@ -12,7 +12,6 @@ import os
 import py_compile
 import re
 import sys
-import tarfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -27,6 +26,8 @@ from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
 from locks import Locked, Package, Wheel
 from sbom import bill
 
+from tests.helpers import packages
+from tests.helpers.programs import program
 from tests.helpers.refusals import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,8 @@ PYC = f"{SITE}/lib_x/__pycache__/__init__.cpython-312.pyc"
 NEW = sys.version_info >= (3, 11)  # before, the hash in bytecode is another
 ENTRYPOINT = b'#!/bin/sh\nexec "$@"\n'
 PASSWD, LINE = b"root:x:0:0:root:/root:/bin/sh\n", b"trainer:*:1000:1000::/home/trainer:/bin/sh\n"
-KEY = (
-    b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
-    + b"b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMw" * 2
-)
+_LINES = b"b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMw" * 2
+KEY = b"-----BEGIN OPENSSH PRIVATE KEY-----\n" + _LINES
 LONG, SHORT = b"three, with symbols", b"three"
 TOKEN = "ghp_" + "a1B2c3D4e5" * 3 + "x" * 6
 Node = bytes | str | None | tuple[bytes | None, int]  # a file, a link, a folder, a file with its mode
@@ -46,31 +45,20 @@ Tree = dict[str, Node]
 
 
 def tarred(tree: Tree) -> bytes:
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w") as tar:
-        for path, node in tree.items():
-            member = tarfile.TarInfo(f"./{path}")
-            data, member.mode = node if isinstance(node, tuple) else (node, 0o755 if node is None else 0o644)
-            if data is None:
-                member.type = tarfile.DIRTYPE
-            elif isinstance(data, str):
-                member.type, member.linkname = tarfile.SYMTYPE, data
-            else:
-                member.size = len(data)
-            tar.addfile(member, io.BytesIO(data) if isinstance(data, bytes) else None)
-    return sink.getvalue()
+    return packages.tarred({f"./{path}": node for path, node in tree.items()})
 
 
-def archived(
-    *layers: Tree, config: dict[str, Any] | None = None, squeeze: bool = False, **more: str
-) -> bytes:
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def archived(*layers: Tree, config: Any = None, squeeze: bool = False, **more: str) -> bytes:
     """An image as `docker save` writes it, with an attestation, which is no layer."""
     blobs: Tree = {}
 
     def put(data: bytes) -> dict[str, Any]:
-        digest = hashlib.sha256(data).hexdigest()
-        blobs[f"blobs/sha256/{digest}"] = data
-        return {"digest": f"sha256:{digest}", "size": len(data)}
+        blobs[f"blobs/sha256/{sha256(data)}"] = data
+        return {"digest": f"sha256:{sha256(data)}", "size": len(data)}
 
     made = [put(gzip.compress(tarred(layer)) if squeeze else tarred(layer)) for layer in layers]
     manifest = {"config": put(json.dumps({"config": config or {}, **more}).encode()), "layers": made}
@@ -79,10 +67,6 @@ def archived(
     inner = put(json.dumps({"manifests": [unknown, top]}).encode())
     index = json.dumps({"manifests": [inner]}).encode()
     return tarred({**dict(sorted(blobs.items())), "index.json": index, "oci-layout": b"{}"})
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def record(tree: Tree, listed: dict[str, str], place: str) -> bytes:
@@ -96,13 +80,6 @@ def record(tree: Tree, listed: dict[str, str], place: str) -> bytes:
     return "\n".join([*rows, f"{place},,", ""]).encode()
 
 
-def conda_record(name: str, paths: list[dict[str, Any]]) -> bytes:
-    channel = "https://conda.anaconda.org/conda-forge"
-    about = {"name": name, "version": "1.0", "build": "h1_0", "subdir": "linux-64", "license": "MIT"}
-    about |= {"url": f"{channel}/linux-64/{name}-1.0-h1_0.conda", "sha256": "a" * 64, "channel": channel}
-    return json.dumps({**about, "paths_data": {"paths": paths, "paths_version": 1}}).encode()
-
-
 def bytecode(source: bytes, folder: Path, mode: str = "UNCHECKED_HASH") -> bytes:
     """What the compiler of this Python writes."""
     file = folder / "source.py"
@@ -112,16 +89,11 @@ def bytecode(source: bytes, folder: Path, mode: str = "UNCHECKED_HASH") -> bytes
     return Path(made).read_bytes()
 
 
-BASE: Tree = {
-    "bin": "usr/bin",
-    "usr/bin/sh": (b"shell", 0o755),
-    "usr/bin/su": (b"su", 0o4755),
-    "etc/passwd": PASSWD,
-    "etc/group": b"root:x:0:\n",
-    "tmp": (None, 0o1777),
-}
+BASE: Tree = {"bin": "usr/bin", "usr/bin/sh": (b"shell", 0o755), "usr/bin/su": (b"su", 0o4755)}
+BASE |= {"etc/passwd": PASSWD, "etc/group": b"root:x:0:\n", "tmp": (None, 0o1777)}
+FORGE = "https://conda.anaconda.org/conda-forge"
 LOCKED = Locked(
-    [Package("tool", "https://conda.anaconda.org/conda-forge/linux-64/tool-1.0-h1_0.conda", "a" * 64)],
+    [Package("tool", f"{FORGE}/linux-64/tool-1.0-h1_0.conda", "a" * 64)],
     [Wheel("lib-x", "2.0", "", ["train"], f"lib-x==2.0 --hash=sha256:{'b' * 64} --hash=sha256:{'c' * 64}")],
 )
 
@@ -137,52 +109,41 @@ def clean(folder: Path) -> Tree:
     tree |= {"opt/env/lib/libgone.so": "libgone.so.9", "opt/env/conda-meta/history": b""}
     tree |= {"opt/env/lib/libother.so": "libtool.so.1"}  # of another package: not there when it was built
     packaged = sha256(b"#!/placeholder/bin/sh")
-    rows = [
-        ("bin/tool", "hardlink", packaged),
-        ("lib/libtool.so.1", "hardlink", sha256(b"\x7fELF tool")),
-        ("lib/libtool.so", "softlink", sha256(b"\x7fELF tool")),
-        ("bin/tool-1", "softlink", packaged),
-        *((path, "softlink", sha256(b"")) for path in ("lib64", "lib/libgone.so", "lib/libother.so")),
-        ("lib/libtool.a", "hardlink", "e" * 64),  # pruned
-    ]
+    tool = sha256(b"\x7fELF tool")
+    rows = [("bin/tool", "hardlink", packaged), ("lib/libtool.so.1", "hardlink", tool)]
+    rows += [("lib/libtool.so", "softlink", tool), ("bin/tool-1", "softlink", packaged)]
+    rows += [(path, "softlink", sha256(b"")) for path in ("lib64", "lib/libgone.so", "lib/libother.so")]
+    rows.append(("lib/libtool.a", "hardlink", "e" * 64))  # pruned
     paths: list[dict[str, Any]] = [{"_path": a, "path_type": b, "sha256": c} for a, b, c in rows]
     paths[0]["sha256_in_prefix"] = sha256(b"#!/opt/env/bin/sh")
     paths.append({"_path": "empty", "path_type": "directory"})
-    tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = conda_record("tool", paths)
+    about = {"name": "tool", "version": "1.0", "build": "h1_0", "subdir": "linux-64", "license": "MIT"}
+    about |= {"url": f"{FORGE}/linux-64/tool-1.0-h1_0.conda", "sha256": "a" * 64, "channel": FORGE}
+    text = json.dumps({**about, "paths_data": {"paths": paths, "paths_version": 1}}).encode()
+    tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = text
     # A wheel with a script, data, bytecode, and a library that prune_env.py made a link of.
     source, two, torch = b"x = 1\n", f"{SITE}/lib_x/two.so", f"{SITE}/torch/lib/libtorch_x.so"
-    tree |= {f"{SITE}/lib_x/__init__.py": source, "opt/env/bin/x": b"#!/opt/env/bin/python\n"}
-    tree |= {
-        f"{SITE}/lib_x/libcudnn.so.9": b"cudnn",
-        f"{SITE}/lib_x/one.so": b"one",
-        two: b"one",
-        torch: LONG,
-    }
-    tree[f"{SITE}/lib_x-2.0.dist-info/METADATA"] = b"Name: lib_x\nLicense: MIT\n"
-    names = [f"lib_x/{name}" for name in ("__init__.py", "libcudnn.so.9", "one.so", "two.so")]
-    names += ["torch/lib/libtorch_x.so", "lib_x-2.0.dist-info/METADATA"]
+    wheel = {"__init__.py": source, "libcudnn.so.9": b"cudnn", "one.so": b"one", "two.so": b"one"}
+    wheel = {f"lib_x/{name}": data for name, data in wheel.items()} | {"torch/lib/libtorch_x.so": LONG}
+    wheel["lib_x-2.0.dist-info/METADATA"] = b"Name: lib_x\nLicense: MIT\n"
+    tree |= {"opt/env/bin/x": b"#!/opt/env/bin/python\n"} | {f"{SITE}/{n}": data for n, data in wheel.items()}
     place = "lib_x-2.0.dist-info/RECORD"
-    text = record(
-        tree, {"../../../bin/x": "opt/env/bin/x"} | {name: f"{SITE}/{name}" for name in names}, place
-    )
+    listed = {"../../../bin/x": "opt/env/bin/x", **{name: f"{SITE}/{name}" for name in wheel}}
+    text = record(tree, listed, place)
     text += b"lib_x/__pycache__/__init__.cpython-312.pyc,,\nlib_x/big.a,sha256=aaaa,1\n"
     tree |= {f"{SITE}/{place}": text, two: "one.so", torch: SHORT}
     if NEW:
         tree[PYC] = bytecode(source, folder)
     inside = SITE.removeprefix("opt/env/")
+    removed: dict[str, Any] = {"rules": [], "removed": ["lib/libtool.a", f"{inside}/lib_x/big.a"]}
     hashes = {"before": sha256(LONG), "after": sha256(SHORT)}
-    removed = {
-        "rules": [],
-        "removed": ["lib/libtool.a", f"{inside}/lib_x/big.a"],
-        "linked": {f"{inside}/lib_x/two.so": "one.so"},
-        "stripped": {f"{inside}/torch/lib/libtorch_x.so": hashes},
-    }
+    removed |= {"linked": {f"{inside}/lib_x/two.so": "one.so"}}
+    removed |= {"stripped": {f"{inside}/torch/lib/libtorch_x.so": hashes}}
     tree["opt/image/removed.json"] = json.dumps(removed).encode()
     # The trainer, as pip writes it with --target: its script's name leads out of the folder.
-    tree["opt/trainer/trainer/__init__.py"] = b""
-    tree["opt/trainer/bin/trainer"] = b"#!/opt/env/bin/python\nmain()\n"
-    names = ["trainer/__init__.py", "bin/trainer"]
-    listed = {f"{'../../' * (name[0] == 'b')}{name}": f"opt/trainer/{name}" for name in names}
+    own = {"trainer/__init__.py": b"", "bin/trainer": b"#!/opt/env/bin/python\nmain()\n"}
+    tree |= {f"opt/trainer/{name}": data for name, data in own.items()}
+    listed = {f"{'../../' * (name[0] == 'b')}{name}": f"opt/trainer/{name}" for name in own}
     place = "reproducible_trainer-0.1.0.dist-info/RECORD"
     tree[f"opt/trainer/{place}"] = record(tree, listed, place)
     return tree
@@ -194,8 +155,7 @@ def read(data: bytes) -> Image:
 
 def report(tree: Tree, folder: Path, base: Tree = BASE) -> Report:
     """Walks over a tree; the entrypoint is compared with one in the folder."""
-    (folder / "scripts").mkdir(exist_ok=True)
-    (folder / "scripts" / "entrypoint").write_bytes(ENTRYPOINT)
+    program(folder / "scripts/entrypoint", ENTRYPOINT.decode())
     return account(read(archived(tree)), [read(archived(base))], root=folder, locked=LOCKED)
 
 
@@ -221,15 +181,12 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
     assert {path for path, owner in seen.owners.items() if owner == "repository"} == ours
     counts = {"base": 3, "repository": 6, "conda": 8, "wheel": 8, "trainer": 3, "bytecode": int(NEW)}
     assert Counter(seen.owners.values()) == Counter(counts)
-    parts = [
-        ("conda", "tool", "1.0"),
-        ("wheel", "lib-x", "2.0"),
-        ("trainer", "reproducible-trainer", "0.1.0"),
-    ]
+    parts = [("conda", "tool", "1.0"), ("wheel", "lib-x", "2.0")]
+    parts.append(("trainer", "reproducible-trainer", "0.1.0"))
     assert [(one.kind, one.name, one.version) for one in seen.components] == parts
 
 
-# A file of an image that is as clean, and what is found at its path, if it isn't found at another.
+# A file of an image that is as clean (None: taken away), and what is found at its path, or at another.
 FAULTS: dict[str, tuple[str, str, Node]] = {
     "unowned": ("unowned", "opt/env/lib/own.py", b"1"),
     "changed, conda": ("changed", "opt/env/lib/libtool.so.1", b"evil"),
@@ -251,6 +208,8 @@ FAULTS: dict[str, tuple[str, str, Node]] = {
     "git": ("git workspace/.git", "workspace/.git/HEAD", b"1"),
     "pip cache": ("cache root/.cache", "root/.cache/pip/http/a", b"1"),
     "second cuDNN": (f"library {SITE}/lib_x/libcudnn.so.9", "opt/env/lib/libcudnn.so.8.9", b"8"),
+    "missing, conda": ("missing", "opt/env/lib/libtool.so.1", None),
+    "missing, wheel": ("missing", f"{SITE}/lib_x/one.so", None),
     "renamed cuDNN": ("library", "opt/libs/libcudnn-1a2b3c4d.so.9", b"9"),
 }
 
@@ -259,25 +218,18 @@ FAULTS: dict[str, tuple[str, str, Node]] = {
 def test_a_planted_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
     told, path, node = FAULTS[name]
     kind, _, where = told.partition(" ")
-    assert (kind, where or path) in found(report({**clean(tmp_path), path: node}, tmp_path))
-
-
-@pytest.mark.parametrize("path", ["opt/env/lib/libtool.so.1", f"{SITE}/lib_x/one.so"])
-def test_a_missing_file_is_found(tmp_path: Path, path: str) -> None:
-    tree = clean(tmp_path)
-    del tree[path]
-    assert ("missing", path) in found(report(tree, tmp_path))
+    tree = {**clean(tmp_path), path: node}
+    if node is None:
+        del tree[path]
+    assert (kind, where or path) in found(report(tree, tmp_path))
 
 
 def test_what_was_pruned_must_be_listed(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     tree["opt/image/removed.json"] = b'{"removed": [], "linked": {}, "stripped": {}}'
-    assert found(report(tree, tmp_path)) == [
-        ("changed", f"{SITE}/lib_x/two.so"),
-        ("changed", f"{SITE}/torch/lib/libtorch_x.so"),
-        ("missing", "opt/env/lib/libtool.a"),
-        ("missing", f"{SITE}/lib_x/big.a"),
-    ]
+    changed = [("changed", f"{SITE}/{name}") for name in ("lib_x/two.so", "torch/lib/libtorch_x.so")]
+    missing = [("missing", name) for name in ("opt/env/lib/libtool.a", f"{SITE}/lib_x/big.a")]
+    assert found(report(tree, tmp_path)) == changed + missing
     tree["opt/image/removed.json"] = b"[]"
     with pytest.raises(ImageError, match="is not prune_env"):
         report(tree, tmp_path)
@@ -308,13 +260,9 @@ def test_a_library_without_symbols_must_be_the_one_listed_and_come_from_the_reco
 @pytest.mark.skipif(not NEW, reason="bytecode is checked by Python 3.11 and newer")
 def test_bytecode_must_fit_its_source(tmp_path: Path) -> None:
     tree = clean(tmp_path)
-    for content in (
-        bytecode(b"x = 2\n", tmp_path),
-        bytecode(b"x = 1\n", tmp_path, "TIMESTAMP"),
-        bytecode(b"x = 1\n", tmp_path, "CHECKED_HASH"),
-        b"\0" * 16,
-        (3439).to_bytes(2, "little") + b"\r\n" + b"\1\0\0\0" + b"\0" * 8,  # of no Python that is known
-    ):
+    contents = [bytecode(b"x = 1\n", tmp_path, mode) for mode in ("TIMESTAMP", "CHECKED_HASH")]
+    unknown = (3439).to_bytes(2, "little") + b"\r\n" + b"\1\0\0\0" + b"\0" * 8  # of no Python that is known
+    for content in (*contents, bytecode(b"x = 2\n", tmp_path), b"\0" * 16, unknown):
         assert found(report({**tree, PYC: content}, tmp_path)) == [("unowned", PYC)]
     alone = f"{SITE}/lib_x/__pycache__/gone.cpython-312.pyc"
     assert found(report({**tree, alone: tree[PYC]}, tmp_path)) == [("unowned", alone)]
@@ -331,10 +279,8 @@ def test_a_package_that_is_not_locked_is_found(tmp_path: Path) -> None:
     image, base = read(archived(tree)), read(archived(BASE))
     others = Locked([LOCKED.conda[0]._replace(digest="f" * 64)], [LOCKED.wheels[0]._replace(version="2.1")])
     made = [Made("etc/*"), Made("opt/image/*"), Made(f"{SITE}/trainer.pth"), Made("opt/*/conda-meta/history")]
-    assert found(account(image, [base], made, tmp_path, others)) == [
-        ("unlocked", "opt/env/conda-meta/tool-1.0-h1_0.json"),
-        ("unlocked", f"{SITE}/lib_x-2.0.dist-info/RECORD"),
-    ]
+    places = ("opt/env/conda-meta/tool-1.0-h1_0.json", f"{SITE}/lib_x-2.0.dist-info/RECORD")
+    assert found(account(image, [base], made, tmp_path, others)) == [("unlocked", place) for place in places]
 
 
 def test_what_a_package_or_the_base_brings_is_no_secret(tmp_path: Path) -> None:
@@ -352,8 +298,7 @@ def test_what_a_package_or_the_base_brings_is_no_secret(tmp_path: Path) -> None:
 
 def test_layers_are_merged_and_hide_no_secret(tmp_path: Path) -> None:
     tree = clean(tmp_path)
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "entrypoint").write_bytes(ENTRYPOINT)
+    program(tmp_path / "scripts/entrypoint", ENTRYPOINT.decode())
     base = read(archived(BASE))
 
     def walk(*layers: Tree, **more: Any) -> list[tuple[str, str]]:
@@ -364,9 +309,8 @@ def test_layers_are_merged_and_hide_no_secret(tmp_path: Path) -> None:
     own = {path: node for path, node in tree.items() if BASE.get(path) != node}
     assert walk(own) == []
     secret: Tree = {"root/id": KEY, "srv/a/b": b"1", "srv/kept": b"2", "etc/hosts": b"3"}
-    assert walk({**own, **secret}, {"root/.wh.id": b"", ".wh.srv": b"", "etc/.wh.hosts": b""}) == [
-        ("key", "root/id")
-    ]
+    gone: Tree = {"root/.wh.id": b"", ".wh.srv": b"", "etc/.wh.hosts": b""}
+    assert walk({**own, **secret}, gone) == [("key", "root/id")]
     emptied = walk({**own, "srv/a/b": b"1"}, {"srv/.wh..wh..opq": b"", "srv/c": b"2"})
     assert emptied == [("unowned", "srv/c")]
     assert walk({**own, "srv/a/b": b"1"}, {"srv": "usr"}) == [("unowned", "srv")]
@@ -405,12 +349,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "base.tar").write_bytes(archived(BASE))
     (tmp_path / "image.tar").write_bytes(archived({**clean(tmp_path), "opt/image/entrypoint": "nowhere"}))
     monkeypatch.chdir(tmp_path)
-    engine = tmp_path / "bin" / "docker"
-    engine.parent.mkdir()
     case = f'[ "$*" = "save known" ] && exec cat {tmp_path}/base.tar; echo "No such image: $2" >&2; exit 1'
-    engine.write_text(f"#!/bin/sh\n{case}\n")
-    engine.chmod(0o755)
-
+    engine = program(tmp_path / "bin/docker", f"#!/bin/sh\n{case}\n")
     monkeypatch.setenv("PATH", f"{engine.parent}:{os.environ['PATH']}")
 
     def run(*words: object) -> tuple[int, str]:
@@ -445,9 +385,6 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
 def test_the_license_of_a_wheel_is_what_its_metadata_names() -> None:
     long = "License: Copyright\n  all of its text\nClassifier: License :: OSI Approved :: ISC\n"
     two = "License: UNKNOWN\nClassifier: License :: Zlib\nClassifier: License :: ISC\n"
-    for metadata, license in (
-        ("License: BSD\nLicense-Expression: MIT\n", "MIT"),
-        (long, "ISC"),
-        (two, "Zlib and ISC"),
-    ):
+    wanted = {"License: BSD\nLicense-Expression: MIT\n": "MIT", long: "ISC", two: "Zlib and ISC"}
+    for metadata, license in wanted.items():
         assert license_of(f"Name: x\n{metadata}") == license

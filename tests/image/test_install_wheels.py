@@ -11,6 +11,7 @@ import install_wheels
 import pytest
 from install_wheels import compile_all, has_bytecode, note_lock, replaced_records
 
+from tests.helpers.programs import program, ran
 from trainer.host.stacks import lock_hash
 
 
@@ -27,25 +28,18 @@ def test_a_wheel_replaces_what_conda_brought_and_nothing_else_is_fetched_anew(tm
     # The library of the same name as a wheel, without its Python part, is still conda's.
     record(tmp_path, "zstandard", "lib/libzstd.so")
     assert replaced_records(tmp_path, {"setuptools", "zstandard"}) == {replaced: "setuptools"}
-    lock, uv, python = tmp_path / "wheels.lock", tmp_path / "uv", tmp_path / "bin" / "python"
+    lock, site = tmp_path / "wheels.lock", f"{tmp_path}/lib/python3.12/site-packages"
     lock.write_text("# groups: train\nsetuptools==2.0 \\\n    --hash=sha256:11\n")
-    python.parent.mkdir()
-    site = f"{tmp_path}/lib/python3.12/site-packages"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *sysconfig*) echo {site} /none ;; esac\n')
-    uv.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
-    for program in (uv, python):
-        program.chmod(0o755)
-    command = [sys.executable, install_wheels.__file__, str(lock), str(tmp_path), "train", "--uv", str(uv)]
-    subprocess.run(command, check=True)
+    program(tmp_path / "bin/python", f'#!/bin/sh\ncase "$*" in *sysconfig*) echo {site} /none ;; esac\n')
+    uv = program(tmp_path / "uv", f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
+    ran(sys.executable, install_wheels.__file__, lock, tmp_path, "train", "--uv", uv, code=0)
     assert not replaced.exists()
     words = (tmp_path / "words").read_text().split()
     again = [word for word in words if "install-" in word or "refresh" in word]
     assert again == ["--reinstall-package=setuptools"] and "--reinstall" not in words
 
 
-def test_bytecode_is_the_same_each_time_and_never_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytecode_is_the_same_and_never_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)  # an image's lies beside the sources
     monkeypatch.setattr(sys, "pycache_prefix", None)
     trees, site = [], tmp_path / "site"  # bytecode names its source's path: the same both times

@@ -23,15 +23,9 @@ HOST = re.compile(r"://|[a-z0-9-]+\.(org|com|io|net|dev)\b|--(extra-)?index-url|
 
 
 def environment(python: str, platform: tuple[str, str]) -> dict[str, str]:
-    return {
-        "python_version": python,
-        "python_full_version": f"{python}.7",
-        "platform_system": platform[0],
-        "sys_platform": platform[0].lower(),
-        "platform_machine": platform[1],
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-    }
+    about = {"python_version": python, "python_full_version": f"{python}.7", "platform_machine": platform[1]}
+    about |= {"platform_system": platform[0], "sys_platform": platform[0].lower()}
+    return {**about, "implementation_name": "cpython", "platform_python_implementation": "CPython"}
 
 
 def installed(wheels: list[Wheel], group: str, where: dict[str, str]) -> dict[str, str]:
@@ -56,8 +50,7 @@ def served(stack: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
 
 @pytest.fixture(scope="module", params=LOCKS, ids=lambda path: path.parent.name)
 def lock(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.param
-    return path
+    return Path(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +64,7 @@ def test_every_requirement_is_pinned_and_hashed(wheels: list[Wheel]) -> None:
         requirement = Requirement(first)
         assert str(requirement.specifier) == f"=={wheel.version}", wheel
         assert requirement.name == wheel.name == canonicalize_name(wheel.name)
-        assert hashes
-        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", line) for line in hashes), wheel
+        assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", line) for line in hashes), wheel
 
 
 def test_nothing_else_is_in_the_lock(lock: Path, wheels: list[Wheel]) -> None:
@@ -98,11 +90,9 @@ def test_the_pins_are_those_of_the_stack(lock: Path, wheels: list[Wheel]) -> Non
     assert {name: linux[name] for name in stack["pins"]} == stack["pins"]
     if lock.is_relative_to(ROOT / "tests"):
         return
-    brings = stack["brings"]
-    assert linux["triton"] == brings["triton"]
-    cuda = brings["cuda"].split(".")[0]
-    assert linux[f"nvidia-cudnn-cu{cuda}"] == brings["cudnn"]
-    assert linux[f"nvidia-nccl-cu{cuda}"] == brings["nccl"]
+    brings, cuda = stack["brings"], stack["brings"]["cuda"].split(".")[0]
+    found = [linux[name] for name in ("triton", f"nvidia-cudnn-cu{cuda}", f"nvidia-nccl-cu{cuda}")]
+    assert found == [brings[name] for name in ("triton", "cudnn", "nccl")]
     # From CUDA 13 on the toolkit's wheels carry no suffix.
     runtime = linux.get(f"nvidia-cuda-runtime-cu{cuda}") or linux["nvidia-cuda-runtime"]
     assert runtime.startswith(f"{brings['cuda']}.")

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import venv
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from packages_on_top import constraints, folder_of, pip_settings, search_path
 
 from tests.helpers.packages import wheel
+from tests.helpers.programs import program, ran
 
 ROOT = Path(__file__).resolve().parents[2]
 _DEBIANS = Path("/usr/share/python-wheels")  # of python3-pip-whl
@@ -24,13 +24,7 @@ _DEBIANS = Path("/usr/share/python-wheels")  # of python3-pip-whl
 
 @dataclass
 class Image:
-    """A Python environment that stands for the image's, with packages on top of it.
-
-    Attributes:
-        python: The environment's.
-        top: The folder of packages on top.
-        environment: Variables of whoever runs pip.
-    """
+    """A Python environment that stands for the image's, packages on `top` of it, and variables for pip."""
 
     python: Path
     top: Path
@@ -43,31 +37,20 @@ class Image:
 
     def pip(self, *words: str, code: int = 0) -> str:
         """What pip says, which finds nothing but this test's wheels."""
-        command = [str(self.python), "-m", "pip", *words]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stdout + done.stderr
+        done = ran(self.python, "-m", "pip", *words, code=code, env=self.environment)
         return done.stdout + done.stderr
 
-    def says(self, program: str) -> str:
-        """What a program in the image prints, in a new process."""
-        return subprocess.check_output([self.python, "-c", program], env=self.environment, text=True)
-
-
-def on_top_program(folder: Path, python: Path) -> Path:
-    """The image's /opt/image/on_top.py, for another Python."""
-    program = folder / "on_top"
-    program.write_text(f"#!{python} -I\n" + (ROOT / "scripts/on_top.py").read_text().partition("\n")[2])
-    program.chmod(0o755)
-    return program
+    def says(self, code: str) -> str:
+        """What code in the image prints, in a new process."""
+        return subprocess.check_output([self.python, "-c", code], env=self.environment, text=True)
 
 
 def pip_wheel() -> Path:
     """The pip that Python brings, as uv puts none into an environment."""
     spec = importlib.util.find_spec("ensurepip")
     bundled = Path(spec.origin).parent / "_bundled" if spec and spec.origin else Path()
-    return next(
-        (file for folder in (bundled, _DEBIANS) for file in folder.glob("pip-*.whl")), Path("no pip here")
-    )
+    found = (file for folder in (bundled, _DEBIANS) for file in folder.glob("pip-*.whl"))
+    return next(found, Path("no pip here"))
 
 
 @pytest.fixture
@@ -91,19 +74,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Image:
     wheel(wheels, "newer", "1.0", requires="pinned>=2")
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env/bin/python"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))},
-        **{"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "HOME": str(tmp_path)},
-    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    environment = {**inherited, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "HOME": str(tmp_path)}
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     site = tmp_path / f"env/lib/python{version}/site-packages"
-    with zipfile.ZipFile(wheels / "pinned-1.0-py3-none-any.whl") as file:
-        file.extractall(site)
-    with zipfile.ZipFile(pip_wheel()) as file:
-        file.extractall(site)
+    for file in (wheels / "pinned-1.0-py3-none-any.whl", pip_wheel()):
+        shutil.unpack_archive(file, site, "zip")
     held = tmp_path / "constraints.txt"
     held.write_text(constraints([("pinned", "1.0")]))
-    settings = pip_settings("small", held, str(on_top_program(tmp_path, python)))
+    text = (ROOT / "scripts/on_top.py").read_text().partition("\n")[2]  # of /opt/image, for this Python
+    on_top = program(tmp_path / "on_top", f"#!{python} -I\n{text}")
+    settings = pip_settings("small", held, str(on_top))
     (tmp_path / "env/pip.conf").write_text(settings.replace(folder_of("small"), str(top)))
     line = search_path("small", version).replace(folder_of("small"), str(top))
     (site / "packages_on_top.pth").write_text(line)
@@ -112,13 +93,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 def versions(image: Image, name: str) -> list[str]:
     """Of each installed distribution of a name, as metadata has it; then the module's own, or none."""
-    program = f"""
+    code = f"""
 from importlib.metadata import distributions
 from importlib.util import find_spec
 print(*[one.version for one in distributions() if one.metadata["Name"] == "{name}"])
 print(__import__("{name}").version if find_spec("{name}") else "none")
 """
-    return image.says(program).split()
+    return image.says(code).split()
 
 
 def test_what_the_image_has_comes_first_and_is_held(image: Image) -> None:
@@ -142,17 +123,15 @@ def test_pip_adds_removes_and_replaces_its_own_and_nothing_of_the_images(image: 
     assert "pinned==1.0" in image.pip("install", "--upgrade", "--force-reinstall", "pinned==2.0", code=1)
     image.pip("uninstall", "--yes", "pinned")
     # Programs of packages on top find the image's own first as well.
-    with zipfile.ZipFile(image.top.parent / "wheels/pinned-2.0-py3-none-any.whl") as file:
-        file.extractall(next(image.top.glob("lib/python3.*/site-packages")))
+    pinned = image.top.parent / "wheels/pinned-2.0-py3-none-any.whl"
+    shutil.unpack_archive(pinned, next(image.top.glob("lib/python3.*/site-packages")), "zip")
     above = [str(image.top / "bin/python"), "-c", "import pinned, sys; print(pinned.version, sys.prefix)"]
     assert subprocess.check_output(above, text=True) == f"1.0 {image.top}\n"
     assert before == {path for path in image.site.rglob("*") if "__pycache__" not in path.parts}
 
 
 @pytest.mark.slow
-def test_a_virtual_environment_of_the_users_own_may_have_another_version(
-    image: Image, tmp_path: Path
-) -> None:
+def test_a_virtual_environment_of_ones_own_may_have_another_version(image: Image, tmp_path: Path) -> None:
     venv.create(tmp_path / "own", symlinks=True)
     image.pip("--python", str(tmp_path / "own/bin/python"), "install", "pinned==2.0")
     assert list(tmp_path.glob("own/lib/python3.*/site-packages/pinned.py"))
@@ -166,9 +145,7 @@ def test_where_nothing_can_be_written_pip_says_so_in_a_line(image: Image) -> Non
 
 def test_a_python_that_lies_on_top_is_never_run(image: Image) -> None:
     """A checkout may come from anybody; one that another image made is made anew."""
-    (image.top / "bin").mkdir(parents=True)
-    (image.top / "bin/python").write_text("#!/bin/sh\necho run >&2; exit 3\n")
-    (image.top / "bin/python").chmod(0o755)
+    program(image.top / "bin/python", "#!/bin/sh\necho run >&2; exit 3\n")
     (image.top / "pyvenv.cfg").write_text("home = /nowhere\n")
     image.pip("install", "extra")
     assert (image.top / "bin/python").resolve() == image.python.resolve()

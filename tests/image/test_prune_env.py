@@ -9,45 +9,34 @@ import pytest
 from image_records import SYMBOLS as SYMBOLS_OF_RECORDS
 from prune_env import DUPLICATES, RULES, SYMBOLS, prune
 
+from tests.helpers.programs import program
+
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "lib/python3.12/site-packages"
 LIBRARY = os.urandom(1 << 20)
 GONE = [
-    f"{SITE}/nvidia/cusolver/lib/libcusolverMg.so.11",
+    *(f"{SITE}/nvidia/cusolver/lib/libcusolverMg.so.11", f"{SITE}/nvidia/nvshmem/lib/libnvshmem_device.a"),
     f"{SITE}/nvidia/cuda_nvrtc/lib/libnvrtc.alt.so.12",
-    f"{SITE}/nvidia/nvshmem/lib/libnvshmem_device.a",
-    f"{SITE}/sympy/core/tests/test_x.py",
-    f"{SITE}/sympy/core/tests/tests/test_x.py",
-    "lib/python3.12/test/test_os.py",
-    "lib/python3.12/config-3.12-x86_64-linux-gnu/libpython3.12.a",
+    *(f"{SITE}/sympy/core/tests/{name}" for name in ("test_x.py", "tests/test_x.py")),
+    *("lib/python3.12/test/test_os.py", "lib/python3.12/config-3.12-x86_64-linux-gnu/libpython3.12.a"),
 ]
+_KEPT = """
+nvidia/cusolver/lib/libcusolver.so.11 nvidia/cuda_nvrtc/lib/libnvrtc.so.12 numpy/testing/__init__.py
+nvidia/cuda_runtime/include/cuda_runtime.h triton/backends/nvidia/include/cuda.h jinja2/tests.py
+torch/include/ATen/ATen.h torch/testing/__init__.py torch/_C/_VariableFunctions.pyi sympy/core/latest.py
+numpy/_core/include/numpy/arrayobject.h mpmath/tests/__init__.py
+"""
 KEPT = [
-    f"{SITE}/nvidia/cusolver/lib/libcusolver.so.11",
-    f"{SITE}/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
-    f"{SITE}/nvidia/cuda_runtime/include/cuda_runtime.h",
-    f"{SITE}/triton/backends/nvidia/include/cuda.h",
-    f"{SITE}/torch/include/ATen/ATen.h",
-    f"{SITE}/torch/testing/__init__.py",
-    f"{SITE}/torch/_C/_VariableFunctions.pyi",
-    f"{SITE}/numpy/testing/__init__.py",
-    f"{SITE}/numpy/_core/include/numpy/arrayobject.h",
-    f"{SITE}/jinja2/tests.py",
-    f"{SITE}/mpmath/tests/__init__.py",
-    f"{SITE}/sympy/core/latest.py",
-    "lib/python3.12/unittest/__init__.py",
-    "include/python3.12/Python.h",
-    "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libgcc.a",
-    "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libstdc++.a",
-    "x86_64-conda-linux-gnu/sysroot/usr/lib64/libc_nonshared.a",
-    "bin/x86_64-conda-linux-gnu-strip",
+    *(f"{SITE}/{name}" for name in _KEPT.split()),
+    *(f"lib/gcc/x86_64-conda-linux-gnu/14.4.0/{name}" for name in ("libgcc.a", "libstdc++.a")),
+    *("lib/python3.12/unittest/__init__.py", "include/python3.12/Python.h"),
+    *("x86_64-conda-linux-gnu/sysroot/usr/lib64/libc_nonshared.a", "bin/x86_64-conda-linux-gnu-strip"),
 ]
 # What it is called with, and a library of which it leaves the first bytes.
 STRIP = '#!/bin/sh\n[ "$1 $2" = "--strip-unneeded -o" ] && head -c 4096 "$4" > "$3"\n'
 WITH_SYMBOLS = bytes(2 << 20)
-FIRST, COPY = (
-    f"{SITE}/nvidia/cuda_cupti/lib/libcupti.so.12",
-    f"{SITE}/triton/backends/nvidia/lib/cupti/libcupti.so",
-)
+FIRST = f"{SITE}/nvidia/cuda_cupti/lib/libcupti.so.12"
+COPY = f"{SITE}/triton/backends/nvidia/lib/cupti/libcupti.so"
 TRITON = f"{SITE}/triton/_C/libtriton.so"
 CUDNN = [f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9", f"{SITE}/torch/lib/libcudnn.so.9"]
 
@@ -55,15 +44,13 @@ CUDNN = [f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9", f"{SITE}/torch/lib/libcudnn.s
 @pytest.fixture
 def env(tmp_path: Path) -> Path:
     prefix = tmp_path / "env"
-    for path in [*GONE, *KEPT, FIRST, COPY]:
+    contents = {path: path.encode() for path in (*GONE, *KEPT)} | {FIRST: LIBRARY, COPY: LIBRARY}
+    contents |= {path: WITH_SYMBOLS + path.encode() for path in (TRITON, *CUDNN)}
+    for path, content in contents.items():
         (prefix / path).parent.mkdir(parents=True, exist_ok=True)
-        (prefix / path).write_bytes(LIBRARY if path in (FIRST, COPY) else path.encode())
-    for path in (TRITON, *CUDNN):
-        (prefix / path).parent.mkdir(parents=True, exist_ok=True)
-        (prefix / path).write_bytes(WITH_SYMBOLS + path.encode())
+        (prefix / path).write_bytes(content)
     (prefix / TRITON).chmod(0o755)
-    (prefix / KEPT[-1]).write_text(STRIP)
-    (prefix / KEPT[-1]).chmod(0o755)
+    program(prefix / KEPT[-1], STRIP)
     return prefix
 
 

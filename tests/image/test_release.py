@@ -1,6 +1,5 @@
 """P1, P9: a release is of the tag and commit that it names, the same bytes twice."""
 
-import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -8,16 +7,17 @@ from pathlib import Path
 import pytest
 import release
 
+from tests.helpers.programs import ran
+
 FILES = {
+    **{"trainer/version.py": '__version__ = "0.2.0"\n', "trainer/__init__.py": "", "docs/a.md": "a\n"},
+    "CITATION.cff": "version: 0.2.0\n",
     "pyproject.toml": '[project]\nname = "x"\nversion = "0.2.0"\nreadme = "README.md"\n\n'
     '[project.scripts]\nx = "x:main"\n\n[tool.setuptools]\npackages = ["trainer"]\n',
-    "trainer/version.py": '__version__ = "0.2.0"\n',
-    "trainer/__init__.py": "",
-    "CITATION.cff": "version: 0.2.0\n",
     "CHANGELOG.md": "## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n- New.\n\n## [0.1.0] - 2026-11-22\n",
     "README.md": "[a](docs/a.md) ![p](p.png) [w](https://x.org) [h](#h)\n\n```\n[c](d.md)\n```\n",
-    "docs/a.md": "a\n",
 }
+WHO = ("-c", "user.name=a", "-c", "user.email=a@b")
 URL = "https://code.example/us/trainer"
 
 
@@ -28,8 +28,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=root, check=True)
+    for words in ("init -q", "add .", "commit -qm one"):
+        ran("git", *WHO, *words.split(), code=0, cwd=root)
     monkeypatch.setattr(release, "ROOT", root)
     return root
 
@@ -39,9 +39,8 @@ def test_a_release_is_whole_and_the_same_twice(tmp_path: Path) -> None:
     for name in ("one", "two"):
         words = ["--tag=v0.2.0", f"--out={tmp_path / name}", f"--source={URL}"]
         assert release.main(words) == 0
-    one, two = (
-        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two")
-    )
+    names = ("one", "two")
+    one, two = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in names)
     assert one == two
     assert one["notes.md"] == b"- New.\n"
     with zipfile.ZipFile(tmp_path / "one/x-0.2.0-py3-none-any.whl") as archive:
@@ -69,9 +68,8 @@ def test_what_isnt_a_release_is_refused(
     if text:
         (project / file).write_text(text)
     elif file:
-        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "tag", tag], cwd=project, check=True)
-        subprocess.run([*git, "commit", "-qm", "two", "--allow-empty"], cwd=project, check=True)
+        ran("git", "tag", tag, code=0, cwd=project)
+        ran("git", *WHO, "commit", "-qm", "two", "--allow-empty", code=0, cwd=project)
     assert release.main([f"--tag={tag}", f"--out={tmp_path / 'out'}"]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

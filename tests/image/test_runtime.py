@@ -4,7 +4,6 @@ import ast
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,19 +11,37 @@ import pytest
 
 from tests.helpers.engine_box import LISTED, Machine
 from tests.helpers.ports import free_port
+from tests.helpers.programs import program, ran
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = shutil.which("make")
+COPIED = ("scripts/runtime.py", "scripts/engine_checks.py", "scripts/maintain.mk")
+SEES_GPUS = {"run --rm --pull=never": (0, LISTED, "")}
+WITH_GPUS = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
 
 
 @pytest.fixture
-def ports(machine: Machine) -> None:
-    """Ports that are free; the machine's variables name them."""
+def machine(tmp_path: Path) -> Machine:
+    root, tools = tmp_path / "project", tmp_path / "tools"
+    tools.mkdir()
+    for room in ("", "config", "host", "commands", "commands/doctor"):
+        (root / "trainer" / room).mkdir(parents=True)
+        shutil.copy(ROOT / "trainer" / room / "__init__.py", root / "trainer" / room)
+    (root / "scripts").mkdir()
+    files = ("errors.py", "version.py", "config/suggest.py", "host/environment.py", "host/stacks.py")
+    for name in (*(f"trainer/{one}" for one in (*files, "host/stacks.json")), *COPIED):
+        shutil.copy(ROOT / name, root / name)
+    for name in ("bootstrap.py", "image.py"):
+        (root / "scripts" / name).write_text(f"import sys; print('{name}', *sys.argv[1:], flush=True)\n")
+    program(root / ".venv/bin/trainer", '#!/bin/sh\necho "in .venv:" "$@"\nexit 75\n')
+    # Nothing else on PATH: this machine may have an engine or GPUs.
     port = free_port()  # the first of four
-    machine.env |= {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
+    ports = {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
+    made = Machine(root, tools, {"PATH": str(tools), "HOME": str(tmp_path), **ports})
+    made.engine()
+    return made
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     port = machine.env["JUPYTER_PORT"]
     said = f"  http://127.0.0.1:{port}/lab?token=abc\n      http://127.0.0.1:8888/lab?token=abc\n"
@@ -34,14 +51,12 @@ def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     started = "compose -f docker-compose.yml up --detach --wait --no-build"
     assert started.split() in machine.asked()
     assert f"JupyterLab   http://127.0.0.1:{port}/lab?token=abc\n" in out
-    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+    machine.engine(**SEES_GPUS)
     out, _ = machine.run("up")
     assert "with scripts/compose/gpu.yml: containers see 2 x NVIDIA" in out
-    files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
-    assert ["compose", *files, "up"] in [words[:6] for words in machine.asked()]
+    assert ["compose", *WITH_GPUS, "up"] in [words[:6] for words in machine.asked()]
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
     machine.env["STACK"] = "torch2.6-cu124"
     machine.engine(image_inspect=(1, "", ""))
@@ -50,10 +65,8 @@ def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
         assert f"image.py build --stack torch2.6-cu124 --target {target}" in out
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> None:
     """.env may name it. What is given reaches Compose by its variables."""
-    machine.engine()
     docker, seen = machine.tools / "docker", machine.tools / "variables"
     docker.write_text(docker.read_text().replace("\ncase ", f"\n/usr/bin/env >{seen}\ncase ", 1))
     for words, stack in (([], []), (["--stack", "torch2.6-cu124"], ["STACK=torch2.6-cu124"])):
@@ -63,9 +76,7 @@ def test_up_leaves_the_stack_to_compose_unless_it_is_given(machine: Machine) -> 
         assert [line for line in given if line.startswith("STACK=")] == stack
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_names_the_compose_project_once(machine: Machine) -> None:
-    machine.engine()
     env, before = machine.root / ".env", "A=1\n\n# COMPOSE_PROJECT_NAME=x\n"
     env.write_text(before)
     machine.run("up")
@@ -75,9 +86,7 @@ def test_up_names_the_compose_project_once(machine: Machine) -> None:
     assert env.read_text() == written
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_leaves_a_chosen_project_name(machine: Machine) -> None:
-    machine.engine()
     env, text = machine.root / ".env", " export COMPOSE_PROJECT_NAME = 'mine' # ours\nA=1\n"
     env.write_text(text)
     machine.run("up")
@@ -87,7 +96,6 @@ def test_up_leaves_a_chosen_project_name(machine: Machine) -> None:
     assert not env.exists()
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_keeps_the_project_that_runs_and_writes_through_no_link(machine: Machine) -> None:
     """With another name it would start a second JupyterLab; a linked .env belongs to other checkouts, too."""
     env, shared = machine.root / ".env", machine.tools / "shared.env"
@@ -99,9 +107,7 @@ def test_up_keeps_the_project_that_runs_and_writes_through_no_link(machine: Mach
     assert "COMPOSE_PROJECT_NAME" in machine.run("up")[0] and shared.read_text() == "A=1\n"
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_and_a_port_that_is_taken(machine: Machine) -> None:
-    machine.engine()
     port = machine.env["JUPYTER_PORT"]
     with socket.create_server(("127.0.0.1", int(port))):
         assert f"port {port} of 127.0.0.1 is taken" in machine.refused("up")
@@ -111,32 +117,24 @@ def test_up_and_a_port_that_is_taken(machine: Machine) -> None:
         assert ["--no-recreate"] in [words[-1:] for words in machine.asked()]
 
 
-@pytest.mark.usefixtures("ports")
 def test_up_writes_no_env_that_compose_does_not_read(machine: Machine) -> None:
-    machine.engine()
     out, _ = machine.run("up", COMPOSE_ENV_FILES="1")
     assert "COMPOSE_ENV_FILES" in out and "COMPOSE_PROJECT_NAME=trainer-" in out
     assert not (machine.root / ".env").exists()
 
 
-NEEDS_MAKE = pytest.mark.skipif(MAKE is None, reason="no make here")
-
-
 def make(machine: Machine, *words: str, code: int = 0, **env: str) -> tuple[str, str]:
-    assert MAKE
+    if MAKE is None:
+        pytest.skip("no make here")
     shutil.copy(ROOT / "Makefile", machine.root)
     for name in ("awk", "grep"):
         if not (machine.tools / name).exists():
             (machine.tools / name).symlink_to(str(shutil.which(name)))
-    more, root = {**machine.env, **env}, machine.root
-    done = subprocess.run([MAKE, *words], cwd=root, env=more, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = ran(MAKE, *words, code=code, cwd=machine.root, env={**machine.env, **env})
     return done.stdout, done.stderr
 
 
-@NEEDS_MAKE
 def test_make_passes_everything_on(machine: Machine) -> None:
-    machine.engine()
     (machine.tools / "python3").symlink_to(sys.executable)
     given = ("RECIPE=gpt-char", "GPUS=0,1", "OUT=my runs/a", "RESUME=1", "ARGS=--set 'a=[1, 2]'")
     out, _ = make(machine, "train", *given, "STACK=x", code=2)  # as the stand-in's code isn't 0
@@ -148,7 +146,6 @@ def test_make_passes_everything_on(machine: Machine) -> None:
     assert machine.asked()[-1][-2:] == ["jupyter", "id"]
 
 
-@NEEDS_MAKE
 def test_make_reads_no_env(machine: Machine) -> None:
     """Its command line, then its environment, where an empty value is none, as in Compose's file."""
 
@@ -164,11 +161,10 @@ def test_make_reads_no_env(machine: Machine) -> None:
 
 
 def test_a_shell_is_composes_with_the_gpus_and_data(machine: Machine, tmp_path: Path) -> None:
-    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+    machine.engine(**SEES_GPUS)
     machine.run("shell", "--data", str(tmp_path), "--", "python", "-V")
-    files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
     mount = ["--volume", f"{tmp_path}:{tmp_path}:ro"]
-    assert machine.asked()[-1] == ["compose", *files, "run", "--rm", *mount, "jupyter", "python", "-V"]
+    assert machine.asked()[-1] == ["compose", *WITH_GPUS, "run", "--rm", *mount, "jupyter", "python", "-V"]
     assert "/nope" in machine.refused("shell", "--data", "/nope")
 
 
@@ -196,13 +192,12 @@ def test_down_ends_what_compose_left(machine: Machine) -> None:
 
 def test_an_old_python_can_read_the_scripts() -> None:
     """With which `make up` and `make venv` are run."""
-    package = ("__init__", "version", "errors", "host/__init__", "host/stacks", "config/suggest")
-    names = [
+    names = ["__init__", "version", "errors", "host/__init__", "host/stacks", "config/suggest"]
+    for name in (
         "scripts/runtime",
         "scripts/engine_checks",
         "scripts/locks",
-        *(f"trainer/{one}" for one in package),
-    ]
-    for name in names:
+        *(f"trainer/{one}" for one in names),
+    ):
         ast.parse((ROOT / f"{name}.py").read_text(), feature_version=(3, 9))
     ast.parse((ROOT / "scripts/bootstrap.py").read_text(), feature_version=(3, 6))

@@ -2,42 +2,27 @@
 
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import conda_lock
 import lock
 import pytest
-from conda_lock import (
-    FILES,
-    HOST,
-    REPLACED,
-    SUBDIRS,
-    Package,
-    read_records,
-    solve,
-    split,
-    write_environment,
-    write_lock,
-)
+from conda_lock import FILES, HOST, REPLACED, SUBDIRS, Package, read_records, solve, split
 from locks import canonical, read_conda, read_toml, read_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 STACKS = sorted(path.parent for path in ROOT.glob("stacks/*/stack.toml"))
 # NVIDIA's table: the driver that a CUDA came with, and the oldest one under minor-version compatibility.
-DRIVERS = {
-    "11.8": ("520.61.05", "450.80.02"),
-    "12.4": ("550.54.14", "525.60.13"),
-    "12.8": ("570.26", "525.60.13"),
-    "13.0": ("580.65.06", "580"),
-}
+DRIVERS = {"11.8": ("520.61.05", "450.80.02"), "13.0": ("580.65.06", "580")}
+DRIVERS |= {"12.4": ("550.54.14", "525.60.13"), "12.8": ("570.26", "525.60.13")}
 DEFAULT = ROOT / "stacks" / lock.DEFAULT
 
 
 @pytest.fixture(params=STACKS, ids=lambda path: path.name)
 def stack(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.param
-    return path
+    return Path(request.param)
 
 
 def locked(stack: Path, target: str, hashed: bool = False) -> list[Any]:
@@ -51,13 +36,14 @@ def locked(stack: Path, target: str, hashed: bool = False) -> list[Any]:
 def test_each_file_is_what_the_records_say(stack: Path) -> None:
     held, channels = set[str](), read_toml(stack / "stack.toml")["conda"]["channels"]
     for target, file in FILES.items():
-        assert (stack / file).read_text() == write_lock(stack.name, target, locked(stack, target))
+        assert (stack / file).read_text() == conda_lock.write_lock(stack.name, target, locked(stack, target))
         held |= {one.url for one in locked(stack, target)}
     records = read_records((stack / "records.json").read_text())
     assert {one.url for one in records} == held
     assert all(split(one.url) == (one.name, one.version, one.build) for one in records)
     for path in [stack / "environment.yml", *([ROOT / "environment.yml"] if stack == DEFAULT else [])]:
-        written = write_environment(stack.name, channels, locked(stack, "train"), str(path.relative_to(ROOT)))
+        page = str(path.relative_to(ROOT))
+        written = conda_lock.write_environment(stack.name, channels, locked(stack, "train"), page)
         assert path.read_text() == written
 
 
@@ -126,33 +112,20 @@ def test_conda_brings_what_the_trainer_needs_or_a_wheel_does(stack: Path) -> Non
     assert {line.partition(">")[0] for line in needed} <= here
 
 
-# Locking.
-
 SHA = "a" * 64
 
 
-def package(name: str, version: str, *depends: str) -> Package:
+def package(version: str, *depends: str) -> Package:
+    name = "apple" if depends else "pear"
     url = f"{HOST}conda-forge/noarch/{name}-{version}-0.conda"
     return Package(url, name, version, "0", 0, SHA, "", 1, "MIT", list(depends), [])
 
 
-def entry(one: Package) -> dict[str, Any]:
-    return {"md5": "b" * 32, "sha256": one.sha256, "depends": one.depends, "constrains": one.constrains}
+TREE = [package("1.0", "pear"), package("2.0", "pear >=2"), package("2.0")]
+MD5 = {"md5": "b" * 32}
 
 
-TREE = [package("apple", "1.0", "pear"), package("apple", "2.0", "pear >=2"), package("pear", "2.0")]
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Path:
-    """A small pool, with records that must not be taken."""
-    kept = {one.url.removeprefix(conda_lock.HOST): entry(one) for one in TREE}
-    kept["conda-forge/noarch/apple-3.0-0.conda"] = {"md5": "b" * 32, "depends": []}
-    kept["conda-forge/noarch/apple-4.0-0.conda"] = {"md5": "b" * 32, "sha256": SHA}  # depends unknown
-    kept["main/noarch/apple-5.0-0.conda"] = {"md5": "b" * 32, "sha256": SHA, "depends": []}
-    path = tmp_path / "pool.json.xz"
-    path.write_bytes(lzma.compress(json.dumps(kept).encode()))
-    return path
+Lock = Callable[..., int]
 
 
 @pytest.fixture
@@ -166,13 +139,29 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr("sys.argv", ["lock", "--stack", "fruit", "--only", "conda", *map(str, arguments)])
-    return lock.main()
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lock:
+    """Locks from a small pool, with records that must not be taken."""
+    kept: dict[str, Any] = {}
+    for one in TREE:
+        held = {"sha256": SHA, "depends": one.depends, "constrains": one.constrains}
+        kept[one.url.removeprefix(HOST)] = {**MD5, **held}
+    kept["conda-forge/noarch/apple-3.0-0.conda"] = {**MD5, "depends": []}
+    kept["conda-forge/noarch/apple-4.0-0.conda"] = {**MD5, "sha256": SHA}  # depends unknown
+    kept["main/noarch/apple-5.0-0.conda"] = {**MD5, "sha256": SHA, "depends": []}
+    path = tmp_path / "pool.json.xz"
+    path.write_bytes(lzma.compress(json.dumps(kept).encode()))
+
+    def run(*words: str) -> int:
+        given = ["lock", "--stack", "fruit", "--only", "conda", "--pool", str(path), *words]
+        monkeypatch.setattr("sys.argv", given)
+        return lock.main()
+
+    return run
 
 
-def test_locking_from_a_pool(made: Path, pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, "--pool", pool) == 0
+def test_locking_from_a_pool(made: Path, run: Lock) -> None:
+    assert run() == 0
     assert [one.file for one in read_conda((made / "conda.lock").read_text())] == ["pear-2.0-0.conda"]
     assert f"apple-2.0-0.conda#{SHA}\n" in (made / "conda-dev.lock").read_text()
     assert "  - pear=2.0=0\n" in (made / "environment.yml").read_text()
@@ -180,25 +169,21 @@ def test_locking_from_a_pool(made: Path, pool: Path, monkeypatch: pytest.MonkeyP
     assert dated > 0 and dated % 86400 == 0
 
 
-def test_what_is_locked_stays_unless_upgraded(
-    made: Path, pool: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_locked_stays_unless_upgraded(made: Path, run: Lock) -> None:
     (made / "records.json").write_text(conda_lock.write_records(TREE[::2]))
-    assert run(monkeypatch, "--pool", pool) == 0
+    assert run() == 0
     assert "apple-1.0" in (made / "conda-dev.lock").read_text()
     before = (made / "stack.toml").read_text().replace("source_date_epoch = ", "source_date_epoch = 1")
     (made / "stack.toml").write_text(before)
-    assert run(monkeypatch, "--pool", pool) == 0
+    assert run() == 0
     assert (made / "stack.toml").read_text() == before  # nothing changed, nor the date
-    assert run(monkeypatch, "--pool", pool, "--upgrade") == 0
+    assert run("--upgrade") == 0
     assert "apple-2.0" in (made / "conda-dev.lock").read_text()
 
 
-def test_no_solution_is_one_line_and_changes_nothing(
-    made: Path, pool: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_solution_changes_nothing(made: Path, run: Lock, capsys: pytest.CaptureFixture[str]) -> None:
     (made / "stack.toml").write_text((made / "stack.toml").read_text().replace('["pear"]', '["plum"]'))
-    assert run(monkeypatch, "--pool", pool) == 1
+    assert run() == 1
     said = capsys.readouterr().err
     assert said.startswith("lock: conda: ") and "plum" in said and said.count("\n") == 1
     assert [path.name for path in made.iterdir()] == ["stack.toml"]

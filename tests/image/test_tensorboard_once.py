@@ -1,10 +1,12 @@
 """TensorBoard shows each run once, although runs/latest is a link to one and TensorBoard follows links."""
 
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tensorboard_once import walk
+
+from tests.helpers.programs import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,23 +16,15 @@ def test_links_inside_are_left_out_and_links_elsewhere_followed(tmp_path: Path) 
     for folder in (runs / "one/tensorboard", runs / "two/tensorboard", other / "three/tensorboard"):
         folder.mkdir(parents=True)
         (folder / "events.out.tfevents.1").touch()
-    (runs / "latest").symlink_to("two")
-    (runs / "absolute").symlink_to(runs / "one")
-    (runs / "two/up").symlink_to("..")
-    (runs / "one/self").symlink_to(".")
-    (runs / "root").symlink_to("/")
-    (runs / "far").symlink_to(other)
-    (other / "again").symlink_to(other)
-    (runs / "zone").symlink_to(other / "three")
-    (runs / "broken").symlink_to("nowhere")
-    (runs / "file").symlink_to(runs / "one/tensorboard/events.out.tfevents.1")
+    links: dict[str, Any] = {"latest": "two", "absolute": runs / "one", "two/up": "..", "one/self": "."}
+    links |= {"root": "/", "far": other, "zone": other / "three", "broken": "nowhere"}
+    links |= {"file": runs / "one/tensorboard/events.out.tfevents.1", "../other/again": other}
+    for name, target in links.items():
+        (runs / name).symlink_to(target)
     (tmp_path / "link").symlink_to(runs)
     for top in (runs, tmp_path / "link"):
-        found = [
-            Path(folder).relative_to(top).as_posix()
-            for folder, files in walk(str(top))
-            if "tfevents" in str(files)
-        ]
+        seen = [folder for folder, files in walk(str(top)) if "tfevents" in str(files)]
+        found = [Path(folder).relative_to(top).as_posix() for folder in seen]
         assert found == ["far/three/tensorboard", "one/tensorboard", "two/tensorboard"]
     assert list(walk(str(tmp_path / "none"))) == []
 
@@ -40,7 +34,7 @@ def test_tensorboard_walks_so(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one/events.out.tfevents.1").touch()
     (tmp_path / "latest").symlink_to("one")
-    program = f"""
+    code = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "scripts")!r})
 import tensorboard_once
@@ -49,7 +43,5 @@ tensorboard_once.tensorboard.run_main = lambda: None
 tensorboard_once.main()
 print(sys.argv, [str(one) for one in io_wrapper.GetLogdirSubdirectories({str(tmp_path)!r})])
 """
-    said = subprocess.run(
-        [sys.executable, "-c", program, "--logdir=x"], capture_output=True, text=True, check=True
-    ).stdout
+    said = ran(sys.executable, "-c", code, "--logdir=x", code=0).stdout
     assert said == f"['tensorboard', '--logdir=x', '--load_fast=false'] ['{tmp_path}/one']\n"

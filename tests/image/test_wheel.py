@@ -15,6 +15,8 @@ from locks import read_toml
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 
+from tests.helpers.programs import ran
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = """\
 import sys
@@ -39,10 +41,9 @@ def built(folder: Path) -> Path:
 
 def declared(metadata: importlib.metadata.PackageMetadata) -> set[NormalizedName]:
     """What a package needs on this machine, without extras."""
-    found = map(Requirement, metadata.get_all("Requires-Dist") or [])
-    return {
-        canonicalize_name(one.name) for one in found if not one.marker or one.marker.evaluate({"extra": ""})
-    }
+    lines = map(Requirement, metadata.get_all("Requires-Dist") or [])
+    found = [one.name for one in lines if not one.marker or one.marker.evaluate({"extra": ""})]
+    return set(map(canonicalize_name, found))
 
 
 def needed(waiting: set[NormalizedName]) -> dict[NormalizedName, importlib.metadata.Distribution]:
@@ -77,11 +78,10 @@ def installed(wheel: Path, environment: Path) -> Path:
 def test_the_wheel_alone_trains_each_embedded_recipe(tmp_path: Path) -> None:
     python = installed(built(tmp_path), tmp_path / "environment")
     left = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    ran = subprocess.run(
-        [python, "-I", "-c", TRAIN], cwd=tmp_path, env=left, capture_output=True, text=True, check=False
-    )
-    ended = [line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("ended:")]
-    assert ended == [[name, "0"] for name in ("digits", "gpt-stdlib", "dtmf", "digits-detection")], ran.stderr
+    done = ran(python, "-I", "-c", TRAIN, cwd=tmp_path, env=left)
+    ended = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ended:")]
+    wanted = [[name, "0"] for name in ("digits", "gpt-stdlib", "dtmf", "digits-detection")]
+    assert ended == wanted, done.stderr
 
 
 def imported() -> Iterator[tuple[str, str]]:
@@ -101,10 +101,6 @@ def test_what_is_imported_is_declared() -> None:
     assert "torchaudio" not in asked
     there = needed(asked).keys()
     owners = importlib.metadata.packages_distributions()
-    others = {
-        (name, file)
-        for name, file in imported()
-        if name not in sys.stdlib_module_names and name != "trainer" and name in owners
-        if not there & set(map(canonicalize_name, owners[name]))
-    }
-    assert not others
+    ours = {"trainer", *sys.stdlib_module_names}
+    others = {one for one in imported() if one[0] in owners.keys() - ours}
+    assert not {one for one in others if not there & set(map(canonicalize_name, owners[one[0]]))}

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import preloaded
+from tests.helpers.programs import ran
 from tests.helpers.refusals import named
 from tests.helpers.waiting import SECONDS, until, until_gone
 from trainer.launch import launcher
@@ -223,15 +224,9 @@ def test_ranks_import_what_the_launcher_imported(tmp_path: Path) -> None:
     start.write_text(f"import json, sys; print(json.dumps(sys.path))\n{START}")
     asked = json.dumps({"processes": 1, "threads": 1})
     others = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
-    ended = subprocess.run(
-        [sys.executable, start, asked, tmp_path, "tell-paths"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=decoy.parent,
-        env={**others, "PYTHONPATH": str(ROOT)},
-    )
+    environment = {**others, "PYTHONPATH": str(ROOT)}
+    words = (sys.executable, start, asked, tmp_path, "tell-paths")
+    ended = ran(*words, cwd=decoy.parent, env=environment, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
     wanted = [str(ROOT / "trainer/__init__.py"), json.loads(ended.stdout), [], WORKER]
     assert json.loads((tmp_path / "paths-0").read_text()) == wanted

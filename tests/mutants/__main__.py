@@ -50,12 +50,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
     options = parser.parse_args()
     rooms = {file.stem: read_mutants(file) for file in sorted(HERE.glob("*.yaml"))}
-    chosen = [
-        (room, mutant)
-        for room, mutants in rooms.items()
-        for mutant in mutants
-        if options.only in f"{room} {mutant.what}"
-    ]
+    both = [(room, mutant) for room, mutants in rooms.items() for mutant in mutants]
+    chosen = [(room, mutant) for room, mutant in both if options.only in f"{room} {mutant.what}"]
 
     def work(mutants: Sequence[tuple[str, Mutant]], copy: Copy) -> int:
         unseen = 0

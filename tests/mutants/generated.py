@@ -20,25 +20,14 @@ PARTS: Mapping[str, tuple[tuple[str, ...], int]] = {
     "elsewhere": (("trainer/**/*.py",), 100),
 }
 _COMPARE: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq},
+    **{ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
 }
 _CALCULATE: Mapping[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv,
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add},
+    **{ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv},
 }
+_LEFT_OUT = ast.Raise | ast.Assert | ast.JoinedStr | ast.arguments | ast.Import | ast.ImportFrom
 
 
 class Generated(NamedTuple):
@@ -86,14 +75,7 @@ def _in_functions(
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 body, within = ast.Module(child.body, []), not isinstance(child, ast.ClassDef)
                 yield from _in_functions(body, f"{name}.{child.name}".strip("."), within)
-            case (
-                ast.Raise()
-                | ast.Assert()
-                | ast.JoinedStr()
-                | ast.arguments()
-                | ast.Import()
-                | ast.ImportFrom()
-            ):
+            case child if isinstance(child, _LEFT_OUT):
                 pass
             case ast.AnnAssign() if child.value is not None:
                 yield from _in_functions(ast.Expression(child.value), name, inside)

@@ -18,15 +18,7 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_PRELOADED = (
-    "hypothesis",
-    "numpy",
-    "PIL.Image",
-    "pyarrow.parquet",
-    "pydantic",
-    "torch",
-    "torchvision",
-)
+_PRELOADED = ("hypothesis", "numpy", "PIL.Image", "pyarrow.parquet", "pydantic", "torch", "torchvision")
 T = TypeVar("T")
 _HANG_S = 120.0  # a test that runs longer than this with a mutant has failed
 
@@ -54,14 +46,9 @@ class Copy:
     def try_mutant(
         self, file: str, text: str, cases: Sequence[str], seconds: float, first: bool = False
     ) -> Tried:
-        """Runs cases while a file has another text.
+        """Runs cases, tests or files in this order, while a file of the checkout has another text.
 
-        Args:
-            file: Path in the checkout.
-            text: The whole file with the mutant.
-            cases: Names of cases, tests or files, run in this order.
-            seconds: Of all of them; those that had not begun then are left out.
-            first: True to end at the first that fails.
+        Cases that had not begun after so many seconds are left out; `first` ends at the first that fails.
         """
         path = self.folder / file
         whole = path.read_text()

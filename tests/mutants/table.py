@@ -125,9 +125,7 @@ def main() -> int:
     """Adds the rows that the table lacks."""
     parser = argparse.ArgumentParser(prog="table", description=__doc__, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
-    parser.add_argument(
-        "--seconds", type=float, default=300.0, help="of tests for each mutant, quick ones first"
-    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="of tests for each, quick ones first")
     parser.add_argument("--first", action="store_true", help="end at the first test that sees it")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose file or words contain this")
     parser.add_argument("--out", type=Path, default=TABLE, metavar="FILE.jsonl")
@@ -135,11 +133,8 @@ def main() -> int:
     options.out = options.out.absolute()
     known = read_table(options.out)
     cases = _Cases(DATABASE, _seconds(TIMES))
-    left = [
-        mutant
-        for mutant in mutants_of(ROOT)
-        if mutant.key not in known and options.only in f"{mutant.file} {mutant.what}"
-    ]
+    fresh = [mutant for mutant in mutants_of(ROOT) if mutant.key not in known]
+    left = [mutant for mutant in fresh if options.only in f"{mutant.file} {mutant.what}"]
     bad = in_jobs(left, options.jobs, lambda mutants, copy: _job(mutants, cases, options, copy))
     rows = read_table(options.out).values()
     print(f"{len(rows)} mutants; {sum(not row.saw for row in rows)} that no fast test sees")

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 from benchmarks.sft import to_folder
 from tests.helpers.forked import attempt
+from tests.helpers.programs import ran
 from tests.helpers.toys import make_recipe
 from tests.oracles import theirs
 from trainer.cli import main
@@ -65,8 +65,7 @@ def test_trl_goes_on_with_what_was_exported(tmp_path: Path, monkeypatch: pytest.
     assert main(["export", str(tmp_path / "run"), "--to", "transformers"]) == 0
     words = [str(tmp_path / "run" / "export" / "transformers-fp32"), str(theirs.TALKS), str(tmp_path / "out")]
     script = Path(__file__).parents[2] / "examples" / "trl" / "dpo.py"
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(sys.executable, script, *words, code=0)
     said = re.findall(r"loss ([\d.]+) to ([\d.]+), chosen is preferred in (\d+)%", done.stdout)
     before, after, share = map(float, said[-1])
     assert before == pytest.approx(math.log(2), abs=1e-4) and after < 0.3 and share > 80
@@ -85,17 +84,13 @@ def test_a_real_model_is_trained_stopped_resumed_exported_and_answers(
     assert package is not None and package.submodule_search_locations
     file = Path(package.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
     model, run = to_folder(file, tmp_path / "model"), tmp_path / "run"
+    sizes = {"global_batch_size": 1, "micro_batch_size": 1, "eval_batch_size": 1}
     recipe = make_recipe(
-        task="language",
-        epochs=9,
-        max_steps=4,
-        data={"name": "conversations", "path": str(theirs.TALKS)}
-        | {"global_batch_size": 1, "micro_batch_size": 1, "eval_batch_size": 1},
+        **{"task": "language", "language": {"sequence_length": 64}, "epochs": 9, "max_steps": 4},
+        data={"name": "conversations", "path": str(theirs.TALKS), **sizes},
         model={"name": f"hf/{model}", "lora": {"rank": 8, "dropout": 0.05}},
-        language={"sequence_length": 64},
         optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 0},
-        evaluation={"every": "end"},
-        log={"every": 1, "to": ["jsonl"]},
+        **{"evaluation": {"every": "end"}, "log": {"every": 1, "to": ["jsonl"]}},
     )
     assert attempt(run, recipe, stop_after=2).code == 75
     assert attempt(run, recipe).code == 0
@@ -110,14 +105,8 @@ def test_a_real_model_is_trained_stopped_resumed_exported_and_answers(
     opened: Any = transformers.AutoModelForCausalLM.from_pretrained(made)
     assert opened.dtype == torch.bfloat16
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made)
-    given = tokenizer.apply_chat_template(
-        [{"role": "user", "content": asked}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    ids = opened.float().generate(**given, max_new_tokens=12, do_sample=False)[
-        0, given["input_ids"].shape[1] :
-    ]
-    answer = tokenizer.decode(ids, skip_special_tokens=True)
+    talk, whole = [{"role": "user", "content": asked}], {"return_tensors": "pt", "return_dict": True}
+    given = tokenizer.apply_chat_template(talk, add_generation_prompt=True, **whole)
+    ids = opened.float().generate(**given, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(ids[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
     assert "Paris" in answer and answer in said

@@ -29,9 +29,7 @@ def test_lora_is_trained_as_peft_trains_it(family: str, tmp_path: Path) -> None:
     assert wanted["losses"][3] < 0.999 * wanted["losses"][0]
 
 
-def test_conversations_are_learned_as_trl_learns_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversations_are_learned_as_trl_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     wanted, run = WANTED["trl"], tmp_path / "run"
     done = attempt(run, talks_recipe(tmp_path))

@@ -77,28 +77,19 @@ def peft_figures(family: str, folder: Path) -> dict[str, Any]:
 
 def talks_recipe(folder: Path) -> Recipe:
     """A tiny model and 16 conversations of examples/, whole in each of four steps."""
-    model = folder_of(
-        "llama", chat_folder(folder / "model", "marked"), vocab_size=500, max_position_embeddings=512
-    )
+    whole = chat_folder(folder / "model", "marked")
+    model = folder_of("llama", whole, vocab_size=500, max_position_embeddings=512)
     lines = TALKS.read_text().splitlines()
     rows = [line for line in lines if line.startswith('{"messages"')]
     for name, some in (("train", rows[:16]), ("val", rows[:5])):
         (folder / f"{name}.jsonl").write_text("\n".join(some))
-    optim = {
-        "lr": 0.005,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-        "betas": (0.9, 0.999),
-    }
+    optim: dict[str, Any] = {"lr": 0.005, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+    optim |= {"betas": (0.9, 0.999)}
+    sizes = {"global_batch_size": 16, "micro_batch_size": 4}
     return make_recipe(
-        task="language",
-        epochs=4,
-        data={"name": "conversations", "path": str(folder), "global_batch_size": 16, "micro_batch_size": 4},
-        model={"name": f"hf/{model}"},
-        language={"text": "padded", "sequence_length": 512},
-        optim=optim,
-        evaluation={"every": "end"},
+        **{"task": "language", "epochs": 4, "language": {"text": "padded", "sequence_length": 512}},
+        data={"name": "conversations", "path": str(folder), **sizes},
+        **{"model": {"name": f"hf/{model}"}, "optim": optim, "evaluation": {"every": "end"}},
         log={"every": 1, "to": ["jsonl"]},
     )
 
@@ -111,41 +102,30 @@ def trl_figures(folder: Path) -> dict[str, Any]:
 
     recipe = talks_recipe(folder)
     model = recipe.model.name.removeprefix("hf/")
-    train, held = (
-        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "val")
-    )
-    plain = {"learning_rate": recipe.optim.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+    texts = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("train", "val")]
+    train, held = (Dataset.from_list([json.loads(line) for line in lines]) for lines in texts)
+    plain: dict[str, Any] = {
+        "learning_rate": recipe.optim.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+    }
     off = {"max_grad_norm": 0.0, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no"}
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 4}
-    config = SFTConfig(
-        output_dir=str(folder / "trl"),
-        assistant_only_loss=True,
-        max_length=None,
-        per_device_eval_batch_size=5,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        **plain,
-        **off,
-        **sizes,
-    )
+    plain |= {"output_dir": str(folder / "trl"), "report_to": "none", "use_cpu": True, "logging_steps": 1}
+    sizes |= {"per_device_eval_batch_size": 5}
+    config = SFTConfig(assistant_only_loss=True, max_length=None, **plain, **off, **sizes)
     trainer = SFTTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         args=config,
-        train_dataset=Dataset.from_list(train),
-        eval_dataset=Dataset.from_list(held),
+        train_dataset=train,
+        eval_dataset=held,
         processing_class=transformers.AutoTokenizer.from_pretrained(model),
     )
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     end = trainer.evaluate()
-    return {
-        "losses": [row["loss"] for row in rows],
-        "tokens": [int(row["num_tokens"]) for row in rows],
-        "loss": end["eval_loss"],
-        "token_accuracy": end["eval_mean_token_accuracy"],
-    }
+    found = {"losses": [row["loss"] for row in rows], "tokens": [int(row["num_tokens"]) for row in rows]}
+    return {**found, "loss": end["eval_loss"], "token_accuracy": end["eval_mean_token_accuracy"]}
 
 
 def figures() -> Iterator[tuple[str, dict[str, Any]]]:

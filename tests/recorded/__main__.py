@@ -53,13 +53,9 @@ def machine() -> dict[str, Any]:
     """Returns what decides the bits of a run on a CPU: processor flags, threads, torch, Python."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return {
-        "flags": " ".join(sorted(flags.partition(":")[2].split())),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": _THREADS,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    here = {"torch": str(torch.__version__), "python": platform.python_version(), "threads": _THREADS}
+    here["capability"] = torch.backends.cpu.get_cpu_capability()
+    return {**here, "flags": " ".join(sorted(flags.partition(":")[2].split()))}
 
 
 def _write(file: Path, cases_of: Path | None, only: int | None) -> int:
@@ -71,10 +67,8 @@ def _write(file: Path, cases_of: Path | None, only: int | None) -> int:
         place = Workplace(Path(folder).resolve())
         for case, played in play_all(cases, place):
             wrong += isinstance(played, str)
-            print(
-                f"{case.seed}: {case.kind} {'WRONG: ' + played if isinstance(played, str) else ''}",
-                flush=True,
-            )
+            told = f"WRONG: {played}" if isinstance(played, str) else ""
+            print(f"{case.seed}: {case.kind} {told}", flush=True)
             recipes[str(case.seed)] = played
         refusals = refuse(place) if only is None else {}
     for words, one in refusals.items():
@@ -132,9 +126,8 @@ def _compare(record: Mapping[str, Any], only: int | None, first: int | None) -> 
             wanted = record["recipes"][str(case.seed)]
             texts = case.kind == "documents" and then["python"] != here["python"]  # of this Python
             keys = ("codes",) if texts else _ANYWHERE
-            lines = (
-                [found] if isinstance(found, str) else [*differences(wanted, found, keys if other else None)]
-            )
+            some = keys if other else None
+            lines = [found] if isinstance(found, str) else [*differences(wanted, found, some)]
             differ += bool(lines)
             print(f"{case.seed}: {case.kind} {'differs' if lines else 'same'}", flush=True)
             print(*(f"  {line}" for line in lines[:8]), sep="\n", end="\n" if lines else "")
@@ -145,13 +138,9 @@ def _compare(record: Mapping[str, Any], only: int | None, first: int | None) -> 
 
 
 def differences(wanted: Any, found: Any, keys: tuple[str, ...] | None = None, at: str = "") -> Iterator[str]:
-    """Yields where two pieces of JSON differ, with both values, and of numbers by how much.
+    """Yields where two pieces of JSON differ: the path from `at` on, both values, and of numbers by how much.
 
-    Args:
-        wanted: Of the record.
-        found: Of now.
-        keys: Those of the first level that are compared; None: all.
-        at: Path of both.
+    `keys` are those of the first level that are compared; None: all.
     """
     if isinstance(wanted, dict) and isinstance(found, dict):
         for key in keys or sorted({*wanted, *found}):

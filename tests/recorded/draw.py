@@ -9,189 +9,127 @@ from trainer.config.recipe import Recipe
 
 STEPS = 10
 BATCH = 8
-_DTMF = {
-    **{"seconds": 0.128, "sample_rate": 8000, "mels": 32, "window": 0.04, "hop": 0.008},
-    **{"lowest": 500, "highest": 1800},
-}
+_DTMF = {"seconds": 0.128, "sample_rate": 8000, "mels": 32, "window": 0.04, "hop": 0.008}
+_DTMF |= {"lowest": 500, "highest": 1800}
 _GPT = {"layers": 2, "heads": 2, "width": 16, "sequence_length": 24}
+_FOLDER = {"name": "folder", "path": "pictures", "image_size": 16}
+_FOLDER |= {"on_corrupt": "skip", "corrupt_budget": 0.5}
+_COCO = {"name": "coco", "path": "coco", "image_size": 48, "eval_batch_size": 8}
+_STDLIB = {"name": "stdlib", "limit": 60}
+_TALKS = {"name": "conversations", "path": "talks.jsonl"}
 
 # What each kind of recipe has.
 KINDS: dict[str, dict[str, Any]] = {
     "images": {"data": {"name": "synthetic", "image_size": 8, "samples": 44, "classes": 4}},
     "digits": {"data": {"name": "digits", "limit": 50}},
-    "folder": {
-        "data": {
-            **{"name": "folder", "path": "pictures", "image_size": 16},
-            **{"on_corrupt": "skip", "corrupt_budget": 0.5},
-        }
-    },
+    "folder": {"data": _FOLDER},
     "audio": {"task": "audio", "data": {"name": "dtmf", "limit": 44}, "audio": _DTMF},
-    "boxes": {
-        "task": "detection",
-        "data": {"name": "coco", "path": "coco", "image_size": 48, "eval_batch_size": 8},
-        "detection": {"max_boxes": 8},
-    },
-    "language": {"task": "language", "data": {"name": "stdlib", "limit": 60}, "language": _GPT},
-    "documents": {
-        "task": "language",
-        "data": {"name": "stdlib", "limit": 60},
-        "language": {**_GPT, "text": "packed"},
-    },
+    "boxes": {"task": "detection", "data": _COCO, "detection": {"max_boxes": 8}},
+    "language": {"task": "language", "data": _STDLIB, "language": _GPT},
+    "documents": {"task": "language", "data": _STDLIB, "language": {**_GPT, "text": "packed"}},
     "conversations": {
-        "task": "language",
-        "data": {"name": "conversations", "path": "talks.jsonl"},
-        "model": {"name": "hf/llama"},
-        "language": {"sequence_length": 64},
+        **{"task": "language", "data": _TALKS, "model": {"name": "hf/llama"}},
+        **{"language": {"sequence_length": 64}},
     },
     "spoiled": {"task": "spoiled.py", "anomaly": {"nonfinite": "skip"}},
     "halves": {"task": "halves.py"},
 }
 
-_ANY: dict[str, list[Any]] = {
+
+Pool = dict[str, list[Any]]  # keys that a recipe may have, with their values
+
+
+def _in(section: str, **keys: list[Any]) -> Pool:
+    return {f"{section}.{name}": values for name, values in keys.items()}
+
+
+_ANY = {
     "seed": [0, 7, 2**40],
-    "data.last_batch": ["cross", "drop", "weighted"],
-    "precision.mode": ["fp32", "bf16", "fp16"],
-    "precision.initial_scale": [2.0**10, 2.0**30],
-    "ema.decay": [0.9, 0.99],
-    "ema.every": [1, 3],
-    "evaluation.every": ["1 epoch", "4 steps", "end"],
-    "evaluation.patience": [0, 2],
-    "parallel.compress": ["none", "bf16"],
-    "parallel.sync_batchnorm": [False, True],
-    "anomaly.nonfinite": ["stop", "skip", "off"],
-    "log.every": [1, 1, 2, 5],
-    "log.to": [["jsonl"], ["jsonl"], ["jsonl", "tensorboard"]],
-    "checkpoint.every": [0, 1, 3, 4],
-    "checkpoint.minutes": [0],
-    "checkpoint.keep": [1, 3],
-    "checkpoint.best": [True, False],
+    **_in("data", last_batch=["cross", "drop", "weighted"]),
+    **_in("precision", mode=["fp32", "bf16", "fp16"], initial_scale=[2.0**10, 2.0**30]),
+    **_in("ema", decay=[0.9, 0.99], every=[1, 3]),
+    **_in("evaluation", every=["1 epoch", "4 steps", "end"], patience=[0, 2]),
+    **_in("parallel", compress=["none", "bf16"], sync_batchnorm=[False, True]),
+    **_in("anomaly", nonfinite=["stop", "skip", "off"]),
+    **_in("log", every=[1, 1, 2, 5], to=[["jsonl"], ["jsonl"], ["jsonl", "tensorboard"]]),
+    **_in("checkpoint", every=[0, 1, 3, 4], minutes=[0], keep=[1, 3], best=[True, False]),
 }
-_BLOCKS: dict[str, list[Any]] = {"memory.checkpointing": ["none", "blocks"]}
-_OPTIM: dict[str, list[Any]] = {
-    "optim.name": ["sgd", "adamw", "muon"],
-    "optim.lr": [0.002, 0.01],
-    "optim.schedule": ["cosine", "one-cycle", "step", "wsd", "constant"],
-    "optim.warmup_steps": [0, 3, 0.2],
-    "optim.weight_decay": [0.0, 0.1],
-    "optim.layer_decay": [1.0, 0.8],
-    "optim.max_grad_norm": [0.0, 0.5],
+_BLOCKS = _in("memory", checkpointing=["none", "blocks"])
+_SCHEDULES = ["cosine", "one-cycle", "step", "wsd", "constant"]
+_MOST = {
+    **_ANY,
+    **_in("optim", name=["sgd", "adamw", "muon"], lr=[0.002, 0.01], schedule=_SCHEDULES),
+    **_in("optim", warmup_steps=[0, 3, 0.2], weight_decay=[0.0, 0.1], layer_decay=[1.0, 0.8]),
+    **_in("optim", max_grad_norm=[0.0, 0.5]),
 }
-_MODEL: dict[str, list[Any]] = {
-    **_BLOCKS,
-    "model.norm": ["batch", "group"],
-    "model.freeze": [["stem*"]],
-    "model.channels_last": [False, True],
+_MODEL = {
+    **{**_MOST, **_BLOCKS},
+    **_in("model", norm=["batch", "group"], freeze=[["stem*"]], channels_last=[False, True]),
 }
-_DROPS: dict[str, list[Any]] = {"model.dropout": [0.0, 0.2], "regularization.label_smoothing": [0.0, 0.1]}
-_IMAGES: dict[str, list[Any]] = {
-    **_MODEL,
-    **_DROPS,
-    "data.augment": ["none", "flip", "crop", "affine"],
-    "data.jitter": [0.0, 0.3],
-    "data.policy": ["none", "randaugment", "trivialaugment"],
-    "data.policy_group": [1, 3],
-    "regularization.mixup": [0.0, 0.2],
-    "regularization.cutmix": [0.0, 1.0],
-    "regularization.stochastic_depth": [0.0, 0.3],
+_DROPS = {**_in("model", dropout=[0.0, 0.2]), **_in("regularization", label_smoothing=[0.0, 0.1])}
+_POLICIES = ["none", "randaugment", "trivialaugment"]
+_IMAGES = {
+    **{**_MODEL, **_DROPS},
+    **_in("data", augment=["none", "flip", "crop", "affine"], jitter=[0.0, 0.3]),
+    **_in("data", policy=_POLICIES, policy_group=[1, 3]),
+    **_in("regularization", mixup=[0.0, 0.2], cutmix=[0.0, 1.0], stochastic_depth=[0.0, 0.3]),
 }
 _LORA = {"rank": 2, "alpha": 4.0}
-_TEXT: dict[str, list[Any]] = {
-    **_BLOCKS,
-    "language.dropout": [0.0, 0.1],
-    "language.positions": ["rotary", "learned"],
-    "language.norm": ["rms", "layer"],
-    "language.mlp": ["swiglu", "gelu"],
-    "language.bias": [False, True],
+_TEXT = {
+    **{**_MOST, **_BLOCKS},
+    **_in("language", dropout=[0.0, 0.1], positions=["rotary", "learned"], norm=["rms", "layer"]),
+    **_in("language", mlp=["swiglu", "gelu"], bias=[False, True]),
 }
-
-# Keys that a recipe of a kind may have, with their values.
-POOLS: dict[str, dict[str, list[Any]]] = {
-    "images": {**_ANY, **_OPTIM, **_IMAGES, "data.limit": [30]},
-    "digits": {**_ANY, **_OPTIM, **_IMAGES},
+POOLS: dict[str, Pool] = {
+    "images": {**_IMAGES, **_in("data", limit=[30])},
+    "digits": _IMAGES,
     "folder": {
-        **_ANY,
-        **_OPTIM,
         **_IMAGES,
-        "data.on_corrupt": ["skip", "quarantine"],
-        "data.crop_area": [[0.3, 1.0]],
-        "data.exif_orientation": ["apply", "ignore"],
-        "data.start_method": [
-            "fork"
-        ],  # `evaluate` runs in a fork of the test, whose script no forkserver may import
+        **_in("data", on_corrupt=["skip", "quarantine"], crop_area=[[0.3, 1.0]]),
+        # `evaluate` runs in a fork of the test, whose script no forkserver may import
+        **_in("data", exif_orientation=["apply", "ignore"], start_method=["fork"]),
     },
     "audio": {
-        **_ANY,
-        **_OPTIM,
-        **_MODEL,
-        **_DROPS,
-        "audio.time_masks": [1, 2],
-        "audio.time_mask": [3],
-        "audio.frequency_masks": [1],
-        "audio.frequency_mask": [3],
+        **{**_MODEL, **_DROPS},
+        **_in("audio", time_masks=[1, 2], time_mask=[3], frequency_masks=[1], frequency_mask=[3]),
     },
     "boxes": {
-        **_ANY,
-        **_OPTIM,
         **_MODEL,
-        "detection.flip": [0.5],
-        "detection.scale": [[0.7, 1.4]],
-        "detection.mosaic": [0.5],
-        "data.name": ["digits-canvas"],
-        "data.jitter": [0.3],
+        **_in("detection", flip=[0.5], scale=[[0.7, 1.4]], mosaic=[0.5]),
+        **_in("data", name=["digits-canvas"], jitter=[0.3]),
     },
-    "language": {
-        **_ANY,
-        **_OPTIM,
-        **_TEXT,
-        "data.name": ["stdlib", "tokens", "text"],
-        "language.stride": [7],
-    },
-    "documents": {
-        **_ANY,
-        **_OPTIM,
-        **_TEXT,
-        "language.text": ["packed", "padded"],
-        "language.buckets": [3],
-    },
+    "language": {**_TEXT, **_in("data", name=["stdlib", "tokens", "text"]), **_in("language", stride=[7])},
+    "documents": {**_TEXT, **_in("language", text=["packed", "padded"], buckets=[3])},
     "conversations": {
-        **_ANY,
-        **_OPTIM,
-        **_BLOCKS,
-        "language.text": ["packed", "padded"],
-        "language.learn": ["completions", "last", "all"],
-        "language.prompts": [["what is two"]],
-        "language.answer_tokens": [4],
-        "model.lora": [_LORA, {**_LORA, "targets": ["*.q_proj", "lm_head"]}],
-        "model.freeze": [["*.mlp.*"]],
+        **{**_MOST, **_BLOCKS},
+        **_in("language", text=["packed", "padded"], learn=["completions", "last", "all"]),
+        **_in("language", prompts=[["what is two"]], answer_tokens=[4]),
+        **_in("model", lora=[_LORA, {**_LORA, "targets": ["*.q_proj", "lm_head"]}], freeze=[["*.mlp.*"]]),
     },
-    "spoiled": {**_ANY, **_OPTIM, "anomaly.nonfinite": ["skip", "skip", "skip", "stop"], "data.limit": [35]},
-    "halves": {**_ANY, "optim.max_grad_norm": [0.5], "data.limit": [30]},
+    "spoiled": {
+        **_MOST,
+        **_in("anomaly", nonfinite=["skip", "skip", "skip", "stop"]),
+        **_in("data", limit=[35]),
+    },
+    "halves": {**_ANY, **_in("optim", max_grad_norm=[0.5]), **_in("data", limit=[30])},
 }
 _COMPILED = 0.1  # fraction of the recipes of images: compiling takes ten times as long as all else
-_WEIGHTS: dict[str, Any] = {
-    "digits": {"3": 5, "7": 0.5},
-    "folder": {"c": 4},
-    "audio": {"1": 3, "#": 0.5},
-    "images": "balanced",
-}  # of classes, by kind
+# Of classes, by kind.
+_WEIGHTS: dict[str, Any] = {"images": "balanced", "folder": {"c": 4}}
+_WEIGHTS |= {"digits": {"3": 5, "7": 0.5}, "audio": {"1": 3, "#": 0.5}}
 
 _FORMATS = {
     "images": ["safetensors", "onnx", "torch-export", "torch-export"],
     "language": ["safetensors", "torch-export"],
-    "conversations": ["safetensors", "transformers", "peft"],
     "spoiled": ["safetensors", "onnx"],
 }
 
 
 class Attempt(NamedTuple):
-    """One start of a run.
+    """One start of a run, its number of ranks, and the loader workers of each.
 
-    Attributes:
-        end: How it ends: `done` (by itself), `stop` (--stop-after), `kill` (SIGKILL of a rank), `raise` (an
-            error of a hook), `term` (SIGTERM to the launcher) or `restart` (SIGKILL, with --max-restarts).
-        step: At which step.
-        ranks: Number of ranks.
-        workers: Loader workers of each rank.
+    It ends, at a step, by itself (`done`), --stop-after (`stop`), SIGKILL of a rank (`kill`), an error of a
+    hook (`raise`), SIGTERM to the launcher (`term`), or SIGKILL with --max-restarts (`restart`).
     """
 
     end: str
@@ -203,13 +141,8 @@ class Attempt(NamedTuple):
 class Case(NamedTuple):
     """A random recipe and what is done with it; plain data, as JSON holds it.
 
-    Attributes:
-        seed: Seed that it was drawn by.
-        kind: A key of `KINDS`.
-        recipe: Sections of the recipe, as a YAML file has them.
-        ranks: Number of ranks of the run that nothing disturbs.
-        attempts: The attempts of the run that is disturbed.
-        commands: What follows: `evaluate`, `verify`, `report`, `extend`, `from` or `export FORMAT`.
+    Its sections are those of a YAML file. `ranks` has the run that nothing disturbs, `attempts` the one that
+    is; `commands` follow: `evaluate`, `verify`, `report`, `extend`, `from` or `export FORMAT`.
     """
 
     seed: int
@@ -221,13 +154,7 @@ class Case(NamedTuple):
 
 
 def draw(seed: int) -> Case:
-    """Draws a case.
-
-    Ten seeds in a row have all kinds. A seed that 3 divides has one micro-batch a step, on one rank.
-
-    Args:
-        seed: 0 or more.
-    """
+    """Draws a case: ten seeds in a row have all kinds, each third has one micro-batch a step, on one rank."""
     of_seed = random.Random(f"recipe {seed}")
     kind = list(KINDS)[seed % len(KINDS)]
     while True:  # until the keys go together
@@ -308,13 +235,9 @@ def _tidy(recipe: dict[str, Any], ranks: int) -> None:
 
 
 def _attempts(of_seed: random.Random, stops: list[int], ranks: int, several: bool) -> list[Attempt]:
-    """Draws stops, the last of which may be one that nobody planned, and how the run ends.
+    """Draws as many stops as one of `stops`, the last of which may be one that nobody planned, and the end.
 
-    Args:
-        of_seed: What draws.
-        stops: Of which their number is drawn.
-        ranks: Number of ranks of each.
-        several: Whether it may be another number each time.
+    `several`: the number of ranks may be another one each time.
     """
     steps = sorted(of_seed.sample(range(1, STEPS - 2), of_seed.choice(stops)))
     ends = ["stop"] * (len(steps) - 1) + [of_seed.choice(["stop", "term", "kill", "raise", "restart"])]
@@ -326,8 +249,8 @@ def _attempts(of_seed: random.Random, stops: list[int], ranks: int, several: boo
 
 
 def _commands(of_seed: random.Random, kind: str, recipe: dict[str, Any]) -> list[str]:
-    formats = _FORMATS.get({"digits": "images", "folder": "images", "documents": "language"}.get(kind, kind))
-    formats = formats or ["safetensors"]
+    like = {"digits": "images", "folder": "images", "documents": "language"}
+    formats = _FORMATS.get(like.get(kind, kind), ["safetensors"])
     if kind == "conversations":
         formats = ["safetensors", "peft" if recipe["model"].get("lora") else "transformers"]
     chosen = formats[0] if of_seed.random() < 0.7 else of_seed.choice(formats)

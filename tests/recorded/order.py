@@ -10,11 +10,7 @@ from trainer.train.components.task import make_plan, make_task
 
 
 def tell(file: str) -> None:
-    """Prints a hash of the order of the samples in three epochs.
-
-    Args:
-        file: A recipe.
-    """
+    """Prints a hash of the order of the samples in three epochs of a recipe."""
     recipe = Recipe.model_validate(parse_yaml(Path(file).read_text(), file))
     digest = hashlib.sha256()
     for epoch in read_epochs(make_plan(recipe, make_task(recipe))):

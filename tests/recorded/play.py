@@ -31,26 +31,19 @@ _SECONDS = 900  # for one command, on a machine that does much else
 _AT_ONCE = 2  # recipes that are played side by side
 _ENDS = {"done": (0,), "stop": (75,), "restart": (0,), "kill": (1,), "raise": (1,), "term": (75, 0)}
 _LEARNED = ("kind", "step", "epoch", "loss", "lr", "updates", "grad_norm", "loss_scale")
-_SETS_OF_ROWS = ("metrics", "evaluations", "hooks", "answers", "anomalies", "quarantine", "checksums")
+ROWS = ("metrics", "evaluations", "hooks", "answers", "anomalies", "quarantine", "checksums")
 
 
 class Workplace:
-    """A folder with all files that recipes name, in which commands run.
-
-    Args:
-        folder: An empty folder.
-    """
+    """A folder, empty at first, with all files that recipes name, in which commands run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         write_files(folder)
+        own = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
         # No GPU, no cache of the user's.
-        mine = {"XDG_CACHE_HOME": "cache"}
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")},
-            **{name: str(folder / value) for name, value in mine.items()},
-            **{"CUDA_VISIBLE_DEVICES": "", "GIT_CEILING_DIRECTORIES": str(folder), "OMP_NUM_THREADS": "1"},
-        }
+        own |= {"XDG_CACHE_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self.environment = {**own, "GIT_CEILING_DIRECTORIES": str(folder)}
 
     def trainer(self, *words: str | Path, ends: Path | None = None) -> "subprocess.CompletedProcess[str]":
         """Runs a command of the trainer; `ends` says to the hook how a run ends."""
@@ -64,18 +57,11 @@ class WrongError(Exception):
 
 
 def play(case: Case, place: Workplace) -> dict[str, Any]:
-    """Plays a case.
+    """Plays a case, whose files stay there; returns what there is to record, as JSON holds it.
 
-    Args:
-        case: The recipe, its attempts, and the commands that follow.
-        place: Where; files that the case leaves stay there.
-
-    Returns:
-        What there is to record, as JSON holds it: `codes` of all commands in their order, hashes and norms of
-        the `weights`, `rows` of learning, `evaluations`, the `order` of the samples.
-
-    Raises:
-        WrongError: If an exit code isn't right, or the run in parts has other bits than the whole one.
+    That is `codes` of all commands in their order, hashes and norms of the `weights`, `rows` of learning,
+    `evaluations`, the `order` of the samples. WrongError is raised if an exit code isn't right, or the run in
+    parts has other bits than the whole one.
     """
     folder = place.folder / f"{case.seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -119,8 +105,7 @@ def play(case: Case, place: Workplace) -> dict[str, Any]:
                 _same_weights(folder / "export", whole)
         elif name == "extend":
             for run in (whole, parts):
-                more = f"max_steps={STEPS + MORE_STEPS}"
-                go((0,), *train, more, *_ranks(case.ranks), "--out", run)
+                go((0,), *train, f"max_steps={STEPS + MORE_STEPS}", *_ranks(case.ranks), "--out", run)
             compare(whole, parts)
             recorded["extended"] = read_run(whole)["weights"]
         elif name == "from":
@@ -170,8 +155,7 @@ def _words(attempt: Attempt) -> list[str]:
 def _order(recipe: Path, place: Workplace) -> str:
     """Returns a hash of the order of the samples in three epochs."""
     code = "import sys; from tests.recorded.order import tell; tell(sys.argv[1])"
-    root = str(Path(__file__).parents[2])
-    environment = {**place.environment, "PYTHONPATH": root}
+    environment = {**place.environment, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = preloaded.run([sys.executable, "-c", code, recipe], _SECONDS, cwd=place.folder, env=environment)
     if done.returncode:
         raise WrongError(f"the order of the samples: {done.stderr[-1500:]}")
@@ -214,15 +198,11 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def compare(whole: Path, parts: Path) -> None:
-    """Compares a run that was disturbed with one that wasn't.
-
-    Raises:
-        WrongError: If weights or records differ.
-    """
+    """Compares a run that was disturbed with one that wasn't: weights and records."""
     weights = [read_run(run)["weights"] for run in (whole, parts)]
     if weights[0] != weights[1] or not weights[0]:
         raise WrongError(f"weights: {weights[0]}, in parts {weights[1]}")
-    for name in _SETS_OF_ROWS:
+    for name in ROWS:
         rows = [read_rows(run, name) for run in (whole, parts)]
         if rows[0] != rows[1]:
             first = next((pair for pair in zip(*rows, strict=False) if pair[0] != pair[1]), None)

@@ -1,6 +1,5 @@
 """Forty refusals: bad input, its exit code, and the names that its line holds; no other words of it."""
 
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,21 +69,12 @@ REFUSALS = (
 )
 
 _MEAN = "return F.cross_entropy(model(batch.fields['point']), batch.fields['label'])"
-_TEXTS = {
-    "torn.yaml": "optim: {lr: 0.1",
-    "twice.yaml": "epochs: 1\nepochs: 2",
-    "slip.yaml": "epoch: 3",
-    "empty.py": "",
-    "broken.py": "import nowhere",
-}
+_TEXTS = {"torn.yaml": "optim: {lr: 0.1", "twice.yaml": "epochs: 1\nepochs: 2", "slip.yaml": "epoch: 3"}
+_TEXTS |= {"empty.py": "", "broken.py": "import nowhere"}
 
 
 def refuse(place: Workplace) -> dict[str, dict[str, Any]]:
-    """Gives the trainer all bad inputs; by input the exit code and the names that its output holds.
-
-    Args:
-        place: Where; must have no runs.
-    """
+    """Gives the trainer all bad inputs, where there are no runs; by input its code and the names it says."""
     folder = place.folder
     for name, text in _TEXTS.items():
         (folder / name).write_text(text)
@@ -112,10 +102,4 @@ def refuse(place: Workplace) -> dict[str, dict[str, Any]]:
 
 def _runs(folder: Path) -> set[str]:
     """Returns the run folders that are there; a refusal leaves none."""
-    return {path.name for path in (folder / "runs").glob("*")} if (folder / "runs").exists() else set()
-
-
-def clear(place: Workplace) -> None:
-    """Takes away what `refuse` leaves."""
-    for name in ("runs", "run", "odd", "export"):
-        shutil.rmtree(place.folder / name, ignore_errors=True)
+    return {path.name for path in (folder / "runs").glob("*")}
