@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.claims import measuring, run as runs
-from benchmarks.claims.catalogue import ABLATIONS
+from benchmarks.claims.catalogue import ABLATIONS, CLAIMS
 from benchmarks.claims.claim import Claim, Measured, Row, Source, compare, judge
 from benchmarks.claims.measuring import Measurement, Scene, Side, Size, measure_steps
 from tests.helpers.clock import Clock
