@@ -115,10 +115,6 @@ def test_each_phase_is_said(tmp_path: Path) -> None:
     assert set(notes.read_text().splitlines()) == {f"{phase} {step}" for phase, step in steps.items()}
 
 
-class LeftError(Exception):
-    """The watchdog ended the job."""
-
-
 def watched(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> int:
     """The watchdog over a rank that is alone in step 7, with what happens before each of its looks.
 
@@ -134,12 +130,12 @@ def watched(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> 
         return False
 
     phases.PHASE_TIMER.step = 7
-    leaves = mock.Mock(side_effect=LeftError)
+    leaves = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr("trainer.distributed.watchdog.leave_now", leaves)
     monkeypatch.setattr(watchdog.stopped, "wait", wait)
     try:
         watchdog.watch()
-    except LeftError:
+    except InterruptedError:  # it ended the job
         code, line, *_ = leaves.call_args.args
         assert code == EXIT_HANG and "no progress for 20 s: rank 0 hangs in" in line
         return len(looks)
