@@ -81,9 +81,8 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
     sharded = Job(4, hsdp, *watched_hang(SHARDED))
     stopped = Job(2, recipe_of(1.0), *watched_hang(STOPPED))
     with ThreadPoolExecutor() as pool:  # now that the jobs are forked
-        folders = (tmp_path_factory.mktemp("hang") for _ in range(2))
-        sleeps = pool.submit(command_line, next(folders), 2, "time.sleep", 2)
-        gil = pool.submit(command_line, next(folders), 1, "ctypes.PyDLL(None).sleep", 1)
+        sleeps = pool.submit(command_line, tmp_path_factory.mktemp("hang"), 2, "time.sleep", 2)
+        gil = pool.submit(command_line, tmp_path_factory.mktemp("hang"), 1, "ctypes.PyDLL(None).sleep", 1)
         ended = {"sharded": sharded.end(), "stopped": stopped.end()}
         return {**ended, "sleeps": sleeps.result(), "holds the GIL": gil.result()}
 
