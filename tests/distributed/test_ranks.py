@@ -15,7 +15,7 @@ from trainer.distributed.parallel import World, check_agreement
 from trainer.errors import BadInputError
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
-from trainer.train.evaluate import evaluate
+from trainer.train.evaluate import evaluate_run
 
 DIGITS = digits_steps.DIGITS
 
@@ -37,11 +37,7 @@ def test_worlds_agree(ranks: Ranks, norm: str, resident: bool) -> None:
 
 def evaluate_untrained(world: World) -> dict[str, float]:
     recipe = make_recipe(**DIGITS | {"data": DIGITS["data"] | {"eval_batch_size": 7, "resident": False}})
-    task = make_task(recipe)
-    run = build(recipe, task, world, workers=0)
-    return evaluate(
-        task, run.state.model, run.evaluation_loader, run.evaluation_share, world, recipe.precision
-    )
+    return evaluate_run(build(recipe, make_task(recipe), world, workers=0))[0]
 
 
 def losses_of(ranks: Ranks, size: int, **sections: Any) -> torch.Tensor:
@@ -97,9 +93,8 @@ def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks) -> 
         logits = run.state.model.eval()(pixels)
     label = torch.from_numpy(images["label"])
     assert answers[0]["accuracy"] == float((logits.argmax(1) == label).sum()) / 360
-    assert answers[0]["loss"] == pytest.approx(
-        float(torch.nn.functional.cross_entropy(logits, label)), rel=1e-5
-    )
+    loss = torch.nn.functional.cross_entropy(logits, label)
+    assert answers[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 4])

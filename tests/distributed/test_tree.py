@@ -32,10 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def one(*values: float) -> Sums:
-    return Sums([torch.tensor(values[:1])], torch.tensor(values[1:], dtype=torch.float64))
-
-
 def by_tree(values: list[float]) -> float:
     """The definition, written as a recursion: the left branch is the largest power of two that is smaller."""
     if len(values) == 1:
@@ -49,7 +45,7 @@ def test_a_tournament_adds_by_the_tree(values: list[float]) -> None:
     tournament = Tournament()
     for _ in range(2):  # it starts anew
         for value in values:
-            tournament.add(one(0.0, value))
+            tournament.add(Sums([torch.zeros(1)], torch.tensor([value], dtype=torch.float64)))
         assert float(tournament.total().metrics) == by_tree(values)
 
 

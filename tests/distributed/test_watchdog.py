@@ -81,9 +81,8 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
     sharded = Job(4, hsdp, *watched_hang(SHARDED))
     stopped = Job(2, recipe_of(1.0), *watched_hang(STOPPED))
     with ThreadPoolExecutor() as pool:  # now that the jobs are forked
-        folders = (tmp_path_factory.mktemp("hang") for _ in range(2))
-        sleeps = pool.submit(command_line, next(folders), 2, "time.sleep", 2)
-        gil = pool.submit(command_line, next(folders), 1, "ctypes.PyDLL(None).sleep", 1)
+        sleeps = pool.submit(command_line, tmp_path_factory.mktemp("hang"), 2, "time.sleep", 2)
+        gil = pool.submit(command_line, tmp_path_factory.mktemp("hang"), 1, "ctypes.PyDLL(None).sleep", 1)
         ended = {"sharded": sharded.end(), "stopped": stopped.end()}
         return {**ended, "sleeps": sleeps.result(), "holds the GIL": gil.result()}
 
@@ -115,10 +114,6 @@ def test_each_phase_is_said(tmp_path: Path) -> None:
     assert set(notes.read_text().splitlines()) == {f"{phase} {step}" for phase, step in steps.items()}
 
 
-class LeftError(Exception):
-    """The watchdog ended the job."""
-
-
 def watched(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> int:
     """The watchdog over a rank that is alone in step 7, with what happens before each of its looks.
 
@@ -134,12 +129,12 @@ def watched(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> 
         return False
 
     phases.PHASE_TIMER.step = 7
-    leaves = mock.Mock(side_effect=LeftError)
+    leaves = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr("trainer.distributed.watchdog.leave_now", leaves)
     monkeypatch.setattr(watchdog.stopped, "wait", wait)
     try:
         watchdog.watch()
-    except LeftError:
+    except InterruptedError:  # it ended the job
         code, line, *_ = leaves.call_args.args
         assert code == EXIT_HANG and "no progress for 20 s: rank 0 hangs in" in line
         return len(looks)

@@ -25,9 +25,8 @@ from trainer.train.reduction import FixedGradients, TreeSum
 from trainer.train.step import train_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-needs_a_compiler = pytest.mark.skipif(
-    missing_for_compiling(CPU) is not None, reason=f"torch.compile: {missing_for_compiling(CPU)}"
-)
+MISSING = missing_for_compiling(CPU)
+needs_a_compiler = pytest.mark.skipif(MISSING is not None, reason=f"torch.compile: {MISSING}")
 
 # The whole of torch's compiler but for the C++, which costs seconds for each graph; and all of it. Called:
 # what would be compiled stays as it is: all but torch's part.
@@ -48,10 +47,6 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr("trainer.train.components.model.missing_for_compiling", lambda _: None)
     if backend == CALLED:
         monkeypatch.setattr(compiling, "set_up_torch", lambda: None)
-
-
-def graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,7 +71,7 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(
         for step in range(run.plan.steps):
             train_step(run, batches, step)
             series.append(float(run.state.loss))
-            made.append(graphs())
+            made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         losses.append(series)
         assert {*made} == {made[0]} and bool(made[0]) == (mode != "none")
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

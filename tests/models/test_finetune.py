@@ -356,8 +356,7 @@ def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(tmp_path
 
 def two_steps(world: World) -> dict[str, torch.Tensor]:
     parallel = {"strategy": "fsdp" if world.size > 1 else "ddp"}
-    run = build(gpt_recipe(parallel=parallel), make_task(gpt_recipe()), world, workers=0)
-    run_steps(run, 2)
+    run_steps(run := build(gpt_recipe(parallel=parallel), make_task(gpt_recipe()), world, workers=0), 2)
     return {name: tensor.clone() for name, tensor in whole_model(run.state).items()}
 
 

@@ -49,10 +49,6 @@ def link_outward(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
 
 
-def pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 ROPE = {"factor": 2.0, "rope_theta": 1e4}
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (lambda f: change(f, auto_map={"AutoModelForCausalLM": "own.Model"}), "auto_map"),
@@ -62,7 +58,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "short": (lambda f: change(f, max_position_embeddings=9), "sequence_length=48 18"),
     "heads": (lambda f: change(f, num_attention_heads="four"), "config.json"),
     "outward": (link_outward, "model.safetensors"),
-    "pickle": (pickled, "pytorch_model.bin"),
+    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin"),
     "shard_outward": (lambda f: to_shards(f, ("../a.safetensors", "b.safetensors")), "../a.safetensors"),
     "missing": (
         lambda f: safetensors.torch.save_file(

@@ -105,7 +105,10 @@ def test_the_first_that_is_not_finite_is_named(
     watched.end_step(7)
     watched.name_first({"kind": "train", "step": 9, **{n: float(v) for n, v in watched.take().items()}})
     error = capsys.readouterr().err
-    assert named(error, f"7 {place}") if place else not error
+    if place is None:
+        assert not error
+    else:
+        assert named(error, f"7 {place}")
     assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
 
 

@@ -113,11 +113,10 @@ def ask_here(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """One with weights in org/name, of a commit that is its branch's."""
-    server = Hub()
-    server.files, server.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
-    ask_here(monkeypatch, server, tmp_path)
-    yield server
-    server.close()
+    with closing(Hub()) as server:
+        server.files, server.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
+        ask_here(monkeypatch, server, tmp_path)
+        yield server
 
 
 def manifest(folder: Path) -> Any:

@@ -1,6 +1,5 @@
 """Promise: what is drawn for an image is its own, and comes back after a resume."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,16 +61,12 @@ def test_flip_and_normalization_in_one_go_have_the_bits_of_one_after_the_other(
     normalize = Normalization(mean.tolist(), std.tolist())
     planes = torch.where(random.view(-1, 1, 1, 1) < 0.5, byte.flip(2), byte).permute(0, 3, 1, 2)
     scale, shift = (row.view(-1, 1, 1) for row in (1 / (255 * std), -mean / std))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for layout in (torch.channels_last, torch.contiguous_format) * 2:
-            floats = planes.contiguous(memory_format=layout).float()
-            expected = torch.addcmul(shift, floats, scale, out=floats)
-            found = normalize(byte, layout == torch.channels_last, random)
-            assert torch.equal(found, expected) and found.stride() == expected.stride()
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)  # each test begins with one
+    for layout in (torch.channels_last, torch.contiguous_format) * 2:
+        floats = planes.contiguous(memory_format=layout).float()
+        expected = torch.addcmul(shift, floats, scale, out=floats)
+        found = normalize(byte, layout == torch.channels_last, random)
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
 
 
 def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> None:
@@ -81,7 +76,7 @@ def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> Non
     assert normalize(second, True).data_ptr() == place
 
     weight = torch.ones((), requires_grad=True)
-    holders: list[Callable[[torch.Tensor], Any]] = [
+    holders: list[Any] = [
         lambda image: image[1:, 0],
         lambda image: image.numpy(),
         lambda image: image * weight,

@@ -106,9 +106,10 @@ def test_text_becomes_tokens_and_text_again() -> None:
 def test_generating_is_what_the_model_says() -> None:
     model, prompt = make_model().eval(), torch.tensor([3, 1, 4])
     likeliest = [*generated(model, prompt, 20, 0.0, window=True)]
-    assert len(likeliest) == 20 and likeliest[0] == int(model(prompt[None])[0, -1].argmax())
-    last = model(torch.tensor([likeliest[-13:-1]]))[0, -1]  # no further back than a sample is long
-    assert likeliest[-1] == int(last.argmax())
+    whole = [*prompt.tolist(), *likeliest]
+    for end in range(3, 3 + 20):
+        seen = torch.tensor([whole[max(0, end - 12) : end]])  # no further back than a sample is long
+        assert whole[end] == int(model(seen)[0, -1].argmax())
     seeds = (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
     one, again, other = ([*generated(model, prompt, 9, 1.0, seed, window=True)] for seed in seeds)
     assert one == again != other

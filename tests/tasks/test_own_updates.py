@@ -106,9 +106,8 @@ def by(kind: Callable[..., Any], **keys: Any) -> Callable[..., Any]:
 
 
 def in_groups(_: Any, model: Any) -> Any:
-    return optim.NAdam(
-        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3:].parameters()}], 0.01
-    )
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3:].parameters()}]
+    return optim.NAdam(groups, 0.01)
 
 
 def one_cycle(_: Any, optimizer: Any, steps: int) -> Any:
@@ -120,11 +119,8 @@ def halved(_: Any, optimizer: Any) -> Any:
 
 
 def in_turns(_: Any, optimizer: Any) -> Any:
-    parts = [
-        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
-        lr_scheduler.CosineAnnealingLR(optimizer, 6),
-    ]
-    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+    rise = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [rise, lr_scheduler.CosineAnnealingLR(optimizer, 6)], [2])
 
 
 MUON = {"optim": {"name": "muon", "layer_decay": 0.5}}

@@ -31,8 +31,7 @@ def images(count: int, side: int = 16) -> torch.Tensor:
 
 def test_mixup_is_a_blend_with_one_neighbor() -> None:
     torch.manual_seed(0)
-    image = images(64)
-    mixed = mix(image, 0.4, 0.0)
+    mixed = mix(image := images(64), 0.4, 0.0)
     assert torch.equal(mixed.other, torch.arange(64).roll(1))
     blended = mixed.fraction * image[:, 0, 0, 0] + (1 - mixed.fraction) * image[mixed.other, 0, 0, 0]
     assert torch.allclose(mixed.image, blended.view(-1, 1, 1, 1).expand_as(image), atol=1e-4)
@@ -40,10 +39,8 @@ def test_mixup_is_a_blend_with_one_neighbor() -> None:
 
 def test_cutmix_pastes_a_rectangle_and_counts_its_pixels() -> None:
     torch.manual_seed(0)
-    image = images(256)
-    mixed = mix(image, 0.0, 1.0)
-    own = mixed.image == image
-    pasted = mixed.image == image[mixed.other]
+    mixed = mix(image := images(256), 0.0, 1.0)
+    own, pasted = mixed.image == image, mixed.image == image[mixed.other]
     assert bool((own | pasted).all())
     assert torch.allclose(mixed.fraction, own.float().mean((1, 2, 3)))
     assert bool((mixed.fraction < 0.5).any() and (mixed.fraction > 0.5).any())
@@ -151,8 +148,7 @@ def test_a_branch_is_left_out_for_some_samples_and_scaled_for_the_others() -> No
 
 def test_with_both_half_of_the_images_get_either() -> None:
     torch.manual_seed(0)
-    image = images(4000)
-    mixed = mix(image, 1.0, 1.0)
+    mixed = mix(images(4000), 1.0, 1.0)
     flat = mixed.image.flatten(1)
     uniform = (flat == flat[:, :1]).all(1) & (mixed.fraction < 1) & (mixed.fraction > 0)
     assert float(uniform.float().mean()) == pytest.approx(0.5, abs=0.05)

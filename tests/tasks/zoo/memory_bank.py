@@ -31,5 +31,4 @@ class MemoryBank(Task):
         return Bank()
 
     def loss(self, model, batch):
-        number = batch.fields["number"]
-        return F.cross_entropy(model(batch.fields["x"], number), number, reduction="none")
+        return F.cross_entropy(model(batch["x"], batch["number"]), batch["number"], reduction="none")

@@ -28,12 +28,10 @@ class MultiTask(Task):
         return Heads()
 
     def loss(self, model, batch):
-        f, (kind, size), (one, two) = batch.fields, model(batch.fields["x"]), model.log_variance
-        wrong = (
-            F.cross_entropy(kind, f["kind"], reduction="none"),
-            F.mse_loss(size, f["size"], reduction="none"),
-        )
-        return {"kind": wrong[0] * (-one).exp() + one / 2, "size": wrong[1] * (-two).exp() + two / 2}
+        (kind, size), (one, two) = model(batch["x"]), model.log_variance
+        kind = F.cross_entropy(kind, batch["kind"], reduction="none")
+        size = F.mse_loss(size, batch["size"], reduction="none")
+        return {"kind": kind * (-one).exp() + one / 2, "size": size * (-two).exp() + two / 2}
 
     def measure(self, model, batch):
         told, kind = model(batch.fields["x"])[0].argmax(1), batch.fields["kind"]

@@ -16,6 +16,5 @@ class Segmentation(Task):
         return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 1))
 
     def loss(self, model, batch):
-        logits = model(batch.fields["image"])
-        label = batch.fields["label"]
+        logits, label = model(batch["image"]), batch["label"]
         return F.cross_entropy(logits, label, ignore_index=255, reduction="none"), label != 255

@@ -30,7 +30,6 @@ class Seq2Seq(Task):
         return Translator()
 
     def loss(self, model, batch):
-        logits = model(batch.fields["source"], batch.fields["target"])
-        wanted = batch.fields["target"][:, 1:]
+        logits, wanted = model(batch["source"], batch["target"]), batch["target"][:, 1:]
         each = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="none")
         return each.view(wanted.shape), wanted > 0
