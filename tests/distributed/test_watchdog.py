@@ -79,7 +79,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
     preloaded.parent()  # it imports while the first jobs run
     hsdp = recipe_of(4.0, parallel={"strategy": "hsdp", "shard": 2})
     sharded = Job(4, hsdp, *watched_hang(SHARDED))
-    stopped = Job(2, recipe_of(1.0), *watched_hang(STOPPED))
+    stopped = Job(2, recipe_of(2.0), *watched_hang(STOPPED))
     with ThreadPoolExecutor() as pool:  # now that the jobs are forked
         sleeps = pool.submit(command_line, tmp_path_factory.mktemp("hang"), 2, "time.sleep", 2)
         gil = pool.submit(command_line, tmp_path_factory.mktemp("hang"), 1, "ctypes.PyDLL(None).sleep", 1)
