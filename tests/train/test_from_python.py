@@ -100,8 +100,7 @@ def process_state() -> dict[str, Any]:
         "signals": {n: signal.getsignal(n) for n in signal.valid_signals() - {signal.SIGCHLD}},
         "warnings": list(warnings.filters),
         "logging": (list(logging.root.handlers), logging.root.level),
-        "cpus": allowed_cpus(),
-        "umask": os.umask(os.umask(0o22)),
+        "cpus and umask": (allowed_cpus(), os.umask(os.umask(0o22))),
         "compile": torch.compile,
     }
 

@@ -111,9 +111,8 @@ def test_what_a_run_changes_itself_is_no_edit() -> None:
         type(self).total += 1
         history.append(self.calls)
         return self.weight"""
-    text = CELL.replace("\n        return self.weight", counts).replace(
-        "class Mine(Base):\n", "class Mine(Base):\n    total = 0\n"
-    )
+    text = CELL.replace("\n        return self.weight", counts)
+    text = text.replace("class Mine(Base):\n", "class Mine(Base):\n    total = 0\n")
     notebook: dict[str, Any] = {"__name__": "__main__"}
     own = cell(text=text, among=notebook)(1)
     stopped(own)
