@@ -64,6 +64,7 @@ SETTINGS = [
     ("--set optim.lr", "KEY=VALUE"),
     ("optim.lr=[1", "optim.lr=[1 1 YAML"),
     ("data.class_weights={3:5}", "3:5"),
+    ("language.chat_template_kwargs={a:1}", "'a:1'"),  # of which null could be the value
     ("optim.lr=.inf", "optim.lr=.inf"),
     ("optim.lr=true", "optim.lr=true"),
     ("evaluation.every=5", "500 end"),

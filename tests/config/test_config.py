@@ -114,6 +114,7 @@ SLIPS = {
     "model.depth": "",
     "parallel.backend": "",
     "log.wandb": "log.to=[jsonl, wandb]",
+    "parallel.find_unused_parmtrs": "",  # three letters are too many, however long a name is
 }
 
 

@@ -79,6 +79,12 @@ def test_what_a_file_made_is_gone_at_the_end(tmp_path: Path, monkeypatch: pytest
     del sys.modules["net"]
 
 
+def test_its_own_folder_is_the_first_as_a_scripts_is(tmp_path: Path) -> None:
+    task = write(tmp_path, task="import sys\nfirst = sys.path[0]")
+    with folders_closed():
+        assert run_file(task).first == str(tmp_path)
+
+
 def test_one_that_is_run_again_takes_no_names_away(tmp_path: Path) -> None:
     task = write(tmp_path, task="import net\nclass Mine: pass", net="FOUND = []")
     first = run_file(task)
