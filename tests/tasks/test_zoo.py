@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.refusals import refused
 from tests.helpers.world import Ranks
 from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
@@ -47,12 +48,21 @@ def test_some_are_so_on_two_ranks(name: str, ranks: Ranks) -> None:
     assert compare(found, wanted, nudged, subject.eps).first is None
 
 
-_DDP = {**next(one.edits for one in VARIANTS if one.name == "ranks-ddp")}
+_DDP, _FSDP = ({**next(v.edits for v in VARIANTS if v.name == f"ranks-{name}")} for name in ("ddp", "fsdp"))
 
 
 def _trained(world: World, path: str) -> list[StepTensors]:
     with torch.random.fork_rng(devices=[]):
         return train_steps(open_subject(path, load_recipe(path, [])), _DDP, world).steps
+
+
+def test_a_loss_that_is_differentiated_twice_is_refused_by_fsdp(ranks: Ranks) -> None:
+    ranks.run(2, _refused_by_fsdp, str(ZOO / "wgan_gp.py"))
+
+
+def _refused_by_fsdp(world: World, path: str) -> None:
+    with torch.random.fork_rng(devices=[]), refused("parallel.strategy=ddp torch.autograd.grad"):
+        train_steps(open_subject(path, load_recipe(path, [])), _FSDP, world)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ record is due, the statistics in `StepStatistics.end_step`. With the tree all of
 added in one order, so that the bits don't depend on the number of ranks.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import fsum
 from typing import Any, Protocol
 
@@ -202,6 +202,20 @@ class AllReduce:
         return fsum(losses) * (self._world.rank == 0)
 
 
+@contextmanager
+def _one_backward_pass() -> Iterator[None]:
+    """Refuses a second pass through a module: FSDP has given its whole weights away after the first."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise BadInputError(
+            "parallel.strategy: the loss differentiates a part of the model itself (torch.autograd.grad), or "
+            "calls it with other weights (functional_call), which FSDP can't; use parallel.strategy=ddp"
+        ) from error
+
+
 class ReduceScatter(AllReduce):
     """Reduce-scatter of FSDP: in the step's last backward pass each rank gets the sum of its rows."""
 
@@ -217,7 +231,7 @@ class ReduceScatter(AllReduce):
             self._model.set_requires_gradient_sync(last)
         if self._loss is not None:
             self._statistics.restore()
-        return _NOTHING
+        return _one_backward_pass()
 
     def finish(self) -> torch.Tensor:
         """See `Reduction.finish`.
