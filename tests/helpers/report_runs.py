@@ -28,20 +28,34 @@ def manifest(steps: int, /, **changes: Any) -> dict[str, Any]:
     """A manifest as `trainer.runs.manifest` makes them."""
     start = {"started": "2026-11-21T09:12:04+0000", "step": 0, "ranks": 8, "threads": 8, "log_every": EVERY}
     again = {**start, "started": "2026-11-21T12:02:11+0000", "step": steps // 3}
-    text = "2026-11-21T17:47:31+0000"
-    about: dict[str, Any] = {"format": FORMAT, "recipe": "resnet50", "seed": 0, "anomalies": 2}
-    about["command"] = "trainer train resnet50 --gpus 8"
-    about |= {"config_hash": "a5656be2b4f4df829c2207e1fab067eb", "started": start["started"], "ended": text}
-    about["config"] = {"seed": 0, "optim": {"name": "sgd", "lr": 0.4}, "log": {"to": ["jsonl"]}, "path": None}
-    changed = [{**start, "changed": []}, {**again, "changed": ["optim.lr: 0.5, now 0.4"]}]
-    about |= {"restarts": 1, "attempts": changed, "dirty": True, "host": "node17"}
-    about |= {"commit": "3b71744e125283ca3689e9a41a9f7e56e6a8c290+", "image": "sha256:0b56a5f0d4a5c4b2"}
-    about |= {"lock": "9446cea79a38d8ff9c78c0061d4f7141", "world_size": 8, "threads": 8, "status": "finished"}
-    about["versions"] = {"trainer": "0.1.0", "torch": "2.9.1+cu128", "nccl": None}
-    about["device"] = {"kind": "cuda", "name": "NVIDIA H100", "gpus": ["NVIDIA H100"] * 8, "cpu": "Xeon"}
-    about["fingerprint"] = {"training data": "1281167 samples 76653bb0e1857bfe"}
-    about |= {"planned_steps": steps, "steps_done": steps, "notes": ["data.workers=12: 75 % of 16 CPUs"]}
-    return {**about, **changes}
+    return {
+        "format": FORMAT,
+        "recipe": "resnet50",
+        "config": {"seed": 0, "optim": {"name": "sgd", "lr": 0.4}, "log": {"to": ["jsonl"]}, "path": None},
+        "config_hash": "a5656be2b4f4df829c2207e1fab067eb",
+        "seed": 0,
+        "command": "trainer train resnet50 --gpus 8",
+        "started": start["started"],
+        "ended": "2026-11-21T17:47:31+0000",
+        "restarts": 1,
+        "attempts": [{**start, "changed": []}, {**again, "changed": ["optim.lr: 0.5, now 0.4"]}],
+        "commit": "3b71744e125283ca3689e9a41a9f7e56e6a8c290+",
+        "dirty": True,
+        "lock": "9446cea79a38d8ff9c78c0061d4f7141",
+        "image": "sha256:0b56a5f0d4a5c4b2",
+        "versions": {"trainer": "0.1.0", "torch": "2.9.1+cu128", "nccl": None},
+        "device": {"kind": "cuda", "name": "NVIDIA H100", "gpus": ["NVIDIA H100"] * 8, "cpu": "Xeon"},
+        "fingerprint": {"training data": "1281167 samples 76653bb0e1857bfe"},
+        "host": "node17",
+        "world_size": 8,
+        "threads": 8,
+        "planned_steps": steps,
+        "steps_done": steps,
+        "notes": ["data.workers=12: 75 % of 16 CPUs"],
+        "anomalies": 2,
+        "status": "finished",
+        **changes,
+    }
 
 
 def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
@@ -54,20 +68,37 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
     seconds |= {"time/evaluation": 9.0 * ends, "time/checkpoint": 1.2 * ends}
     wall = sum(seconds.values())
     speed = 1024 * EVERY / wall
-    row: dict[str, Any] = {"kind": "train", "step": n * EVERY, "epoch": round(90 * t, 4)}
-    row |= {"updates": n * EVERY, "gpu/clock_mhz": 1900 - 100 * t}
-    row["loss"] = 6.9 * math.exp(-3 * t) + 1 + 0.1 * draw.random()
-    row["lr"] = 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20)
-    row["grad_norm"] = 1 / (t + 0.2) + 0.3 * draw.random()
-    row |= {"seconds": wall, "samples_per_s": speed, "time/wall": wall, **seconds, **_SAME}
-    row |= {"flops_per_s": speed * 12.3e9, "mfu": speed * 12.3e9 / (8 * 989e10), "tokens_per_s": speed * 196}
-    row |= {"cpu/used": 40 + 20 * draw.random(), "cpu/throttled": 0.05 * draw.random()}
-    row |= {"cpu/starved": 0.02 * draw.random(), "disk/read_bytes_per_s": 8e8 * draw.random()}
-    row |= {"gpu/utilization": 0.8 + 0.1 * draw.random(), "gpu/power_w": 600 + 50 * draw.random()}
-    row |= {"gpu/temperature_c": 60 + 10 * t, "gpu/throttled": 0.1 * (t > 0.8)}
-    row |= {"energy/joules": wall * 4800, "memory/allocated_bytes": 5e10 + 2e9 * draw.random()}
-    row |= {"memory/retries": int(n == rows), "memory/rss_bytes": 3e10 + 1e10 * t}
-    row["loader/starved"] = 0.1 * draw.random()
+    row: dict[str, Any] = {
+        "kind": "train",
+        "step": n * EVERY,
+        "epoch": round(90 * t, 4),
+        "loss": 6.9 * math.exp(-3 * t) + 1 + 0.1 * draw.random(),
+        "lr": 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20),
+        "updates": n * EVERY,
+        "grad_norm": 1 / (t + 0.2) + 0.3 * draw.random(),
+        "seconds": wall,
+        "samples_per_s": speed,
+        "time/wall": wall,
+        **seconds,
+        **_SAME,
+        "flops_per_s": speed * 12.3e9,
+        "mfu": speed * 12.3e9 / (8 * 989e10),
+        "tokens_per_s": speed * 196,
+        "cpu/used": 40 + 20 * draw.random(),
+        "cpu/throttled": 0.05 * draw.random(),
+        "cpu/starved": 0.02 * draw.random(),
+        "disk/read_bytes_per_s": 8e8 * draw.random(),
+        "gpu/utilization": 0.8 + 0.1 * draw.random(),
+        "gpu/power_w": 600 + 50 * draw.random(),
+        "gpu/temperature_c": 60 + 10 * t,
+        "gpu/clock_mhz": 1900 - 100 * t,
+        "gpu/throttled": 0.1 * (t > 0.8),
+        "energy/joules": wall * 4800,
+        "memory/allocated_bytes": 5e10 + 2e9 * draw.random(),
+        "memory/retries": int(n == rows),
+        "memory/rss_bytes": 3e10 + 1e10 * t,
+        "loader/starved": 0.1 * draw.random(),
+    }
     if t > 0.8:
         row["gpu/throttle_reason"] = "sw_power_cap"
     if draw.random() < 0.1:
@@ -83,7 +114,14 @@ def alone(folder: Path) -> None:
 
 
 def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Path:
-    """Writes a run folder: so many rows of kind "train", the loss of number `leap` leaps (0: none)."""
+    """Writes a run folder.
+
+    Args:
+        folder: Made if it isn't there.
+        rows: Of kind "train".
+        leap: Number of the row whose loss leaps; 0: none.
+        changes: Of the manifest.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps(manifest(rows * EVERY, **changes)))
     draw = random.Random(0)
@@ -100,14 +138,22 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
                 _write(files["eval"], {"kind": "eval", "step": step, "epoch": row["epoch"], **quality})
                 for at in ("start", "end"):
                     held = {"memory/allocated_bytes": 2e10, "memory/reserved_bytes": 6.4e10}
-                    where = {"kind": "memory", "step": step, "epoch": row["epoch"], "at": at}
-                    _write(files["memory"], {**where, **held})
+                    _write(
+                        files["memory"],
+                        {"kind": "memory", "step": step, "epoch": row["epoch"], "at": at, **held},
+                    )
             if n == rows // 2:
                 _write(files["verdict"], {**verdict, "step": step, "final": 0})
         _write(files["verdict"], {**verdict, "step": step, "final": 1})
         # Of the last attempt only.
-        end = {"time/wall": 100.0, "time/forward": 100.0, "loss": 1.2, "accuracy": 0.7712}
-        end |= {"samples_per_s": 2400.0, "seconds": 29000.0}
+        end: dict[str, float] = {
+            "time/wall": 100.0,
+            "time/forward": 100.0,
+            "loss": 1.2,
+            "accuracy": 0.7712,
+            "samples_per_s": 2400.0,
+            "seconds": 29000.0,
+        }
         money = {"energy/joules": 1.23e8, "cost/money": 812.4, "cost/per_thousand_samples": 0.0071}
         _write(files["end"], {"kind": "end", "step": step, **end, **money})
     anomaly = {"number": 1, "step": rows * 25, "kind": "spike", "policy": "stop", "loss": 33.1}
