@@ -236,6 +236,16 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
     assert after((0, False), (1, False)) == pytest.approx(1.9 + 0.1 * 9 / 11)
 
 
+def test_an_average_that_was_taken_over_moves_by_its_decay_at_once() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    average = WeightAverage(model, AverageConfig(decay=0.9))
+    average.before = 1_000_000
+    nn.init.constant_(model.weight, 2.0)
+    average.update(0, None, torch.zeros(1))
+    assert average.tensors["weight"].item() == pytest.approx(1.1)
+
+
 def test_in_place_the_model_has_the_average_to_the_bit_and_then_its_weights_again() -> None:
     """Where they lie, too, with the trained buffers, and also after an error."""
     model = nn.BatchNorm1d(2)
