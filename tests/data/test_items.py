@@ -2,9 +2,11 @@
 
 import random
 import re
+import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -214,3 +216,17 @@ def test_by_default_there_are_no_workers_that_could_not_import_it(tmp_path: Path
         task = task_of(transforms=lambda _: mine)
         chosen = choose_loading(recipe_of(**{"start_method": "spawn", **keys}), task, limits, 1)
         assert (chosen.setting.workers > 0, "mine" in chosen.line) == (bool(keys), not keys), keys
+    with refused("data.start_method=spawn mine"):
+        build_alone(recipe_of(start_method="spawn"), task_of(transforms=lambda _: mine), workers=1)
+
+
+@pytest.mark.parametrize(("guard", "line"), [("", 2), ("if __name__ == '__main__':", None)])
+def test_a_script_that_a_worker_would_run_again_is_refused(
+    guard: str, line: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, main = tmp_path / "script.py", ModuleType("__main__")
+    script.write_text(f"{guard}\n{'    ' * bool(guard)}check()")
+    vars(main).update(__file__=str(script), check=lambda: check_importable(task_of().train_data, "spawn"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with nullcontext() if line is None else refused(f"data.start_method=spawn {line}"):
+        exec(compile(script.read_text(), script, "exec"), vars(main))
