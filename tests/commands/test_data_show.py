@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.chat_folders import chat_folder
+from tests.helpers.commands import command
 from tests.helpers.refusals import named
-from trainer.cli import main
 
 
 @pytest.fixture
@@ -25,11 +25,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("text", ["packed", "padded"])
-def test_samples_are_shown_with_what_counts(
-    text: str, recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "show", str(recipe), "--set", f"language.text={text}"]) == 0
-    shown = capsys.readouterr().out
+def test_samples_are_shown_with_what_counts(text: str, recipe: Path) -> None:
+    shown = command("data", "show", recipe, "--set", f"language.text={text}").out
     assert "<s> [INST] Hello 😀 [/INST]⟦ the cat\ufffd[2J 🐈</s>⟧" in shown
     assert "<s>⟦  yes no</s>⟧" in shown
     assert "training data: left out: 1 conversation without an assistant turn" in shown
@@ -37,6 +34,5 @@ def test_samples_are_shown_with_what_counts(
     assert shown.count("--\n") == 2
 
 
-def test_other_text_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "show", "gpt-stdlib", "--samples", "1"]) == 0
-    assert named(capsys.readouterr().out, "257 256")
+def test_other_text_is_shown() -> None:
+    assert named(command("data", "show", "gpt-stdlib", "--samples", 1).out, "257 256")
