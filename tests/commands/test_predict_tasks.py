@@ -28,21 +28,6 @@ def train(folder: Path, recipe: str, *settings: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "dtmf"
-    return train(folder, "dtmf", "max_steps=50", "model.width=8", "audio.time_masks=0")
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / "text.txt").write_text("abc\x1b\n" * 400)
-    small = ["language.layers=1", "language.heads=2", "language.width=32", "language.sequence_length=16"]
-    small += [f"data.path={folder / 'text.txt'}", "max_steps=80", "optim.lr=0.01"]
-    return train(folder / "letters", "gpt-char", *small)
-
-
 def detector(folder: Path, *data: str) -> Path:
     small = ["max_steps=1", "data.image_size=32", "model.width=4", "detection.max_boxes=100"]
     return train(folder, "digits-detection", *small, *data)
@@ -55,9 +40,8 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return detector(tmp_path_factory.mktemp("runs") / "squares", *data, *sizes)
 
 
-@pytest.fixture(scope="module")
-def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data, what = tmp_path_factory.mktemp("coco"), told()
+def coco(data: Path) -> Path:
+    what = told()
     for box in what["annotations"]:
         box["area"] = box["bbox"][2] * box["bbox"][3]
     written(data, what)
@@ -67,13 +51,14 @@ def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return detector(data / "run", "data.name=coco", f"data.path={data}", *sizes)
 
 
-def test_boxes_are_written_as_cocos_results(coco: Path, squares: Path, tmp_path: Path) -> None:
+def test_boxes_are_written_as_cocos_results(squares: Path, tmp_path: Path) -> None:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    file, some = tmp_path / "all.json", tmp_path / "some.json"
-    figures = json.loads(command("evaluate", coco, "--json", "--coco", file).out)
-    data = open_run(coco).recipe.data.path
+    data, file, some = tmp_path / "data", tmp_path / "all.json", tmp_path / "some.json"
+    data.mkdir()
+    run = coco(data)
+    figures = json.loads(command("evaluate", run, "--json", "--coco", file).out)
     truth = COCO(f"{data}/annotations/instances_val.json")
     oracle = COCOeval(truth, truth.loadRes(str(file)), "bbox")
     oracle.evaluate()
@@ -85,18 +70,19 @@ def test_boxes_are_written_as_cocos_results(coco: Path, squares: Path, tmp_path:
     entries = json.loads(file.read_text())
     assert {each["category_id"] for each in entries} <= {3, 4, 18}
     words = ["--score", 0, "--coco", some]
-    command("predict", coco, *words)
+    command("predict", run, *words)
     key = operator.itemgetter("image_id", "score", "category_id")
     shown = sorted(json.loads(some.read_text()), key=key)
     for ours, theirs in zip(shown, sorted(entries, key=key), strict=True):
         assert ours == {**theirs, "bbox": pytest.approx(theirs["bbox"], abs=1e-3)}
-    command("predict", coco, f"{data}/val/7.png", *words)
+    command("predict", run, f"{data}/val/7.png", *words)
     assert {each["image_id"] for each in json.loads(some.read_text())} == {7}
     for name in ("predict", "evaluate"):
         refuse([name, squares, "--coco", file], "--coco data.name=coco")
 
 
-def test_tones_are_named_and_what_is_none_is_told(tones: Path, tmp_path: Path) -> None:
+def test_tones_are_named_and_what_is_none_is_told(tmp_path: Path) -> None:
+    tones = train(tmp_path / "run", "dtmf", "max_steps=50", "model.width=8", "audio.time_masks=0")
     task = open_run(tones).task
     classes = task.describe()["classes"]
     fields = read_samples(task.evaluation_data, np.arange(24)).fields
@@ -117,7 +103,12 @@ def test_tones_are_named_and_what_is_none_is_told(tones: Path, tmp_path: Path) -
         command("predict", tones, *words, code=2)
 
 
-def test_text_goes_on_and_moves_no_cursor(letters: Path) -> None:
+def test_text_goes_on_and_moves_no_cursor(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abc\x1b\n" * 400)
+    small = ["language.layers=1", "language.heads=2", "language.width=32", "language.sequence_length=16"]
+    small += [f"data.path={tmp_path / 'text.txt'}", "max_steps=80", "optim.lr=0.01"]
+    letters = train(tmp_path / "letters", "gpt-char", *small)
+
     def said(*words: object) -> str:
         return command("predict", letters, *words).out.removesuffix("\n")
 

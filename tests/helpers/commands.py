@@ -1,6 +1,7 @@
 """Commands in this process, and what they say."""
 
 import io
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
@@ -26,10 +27,8 @@ def command(*words: object, code: int = 0) -> Said:
     return said
 
 
-def refuse(words: object, *names: object) -> str:
+def refuse(words: str | Sequence[object], *names: object) -> str:
     """The line, with these names, by which a command is refused: its words, or a text of them."""
-    given = words.split() if isinstance(words, str) else words
-    assert isinstance(given, list)
-    out, err = command(*given, code=2)
+    out, err = command(*(words.split() if isinstance(words, str) else words), code=2)
     assert out == "", out
     return refusal(2, err, *names)

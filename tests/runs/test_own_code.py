@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def printed(words: object, *names: object) -> list[str]:
+def printed(words: str | Sequence[object], *names: object) -> list[str]:
     """The command in the line of a refusal, without `trainer`."""
     error = refuse(words, *names)
     return shlex.split(error[error.rindex(": trainer ") + 2 :])[1:]

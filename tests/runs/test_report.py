@@ -113,18 +113,14 @@ def test_the_time_of_a_run_is_split_into_its_phases(run: Path) -> None:
     assert bar is not None and f"data {share(timed['data'] / wall)}" in bar and "unexplained" in bar
 
 
-_HOSTILE = (
-    "\"'><img src=x onerror=alert(1)></style></svg><script>"
-    "\x1b[31mred\x1b[0m\x1b]0;title\x07\u202eevil\u2066\u200f &lt;b&gt; \x00\x07\x9b"
-    "\ud800\udfff \udc80" + "x" * 100_000
-)
-_TEXTS = ("recipe", "command", "config_hash", "host", "commit", "status", "reason", "started", "seed")
-
-
 def test_whatever_is_shown_is_escaped(tmp_path: Path) -> None:
-    text = _HOSTILE
+    text = (
+        "\"'><img src=x onerror=alert(1)></style></svg><script>\x1b[31mred\x1b[0m\x1b]0;title\x07\u202eevil"
+    )
+    text += "\u2066\u200f &lt;b&gt; \x00\x07\x9b\ud800\udfff \udc80" + "x" * 100_000
+    keys = ("recipe", "command", "config_hash", "host", "commit", "status", "reason", "started", "seed")
     one = {text: text}
-    wild: dict[str, Any] = {**dict.fromkeys(_TEXTS, text), "device": {"gpus": [text], "cpu": text}}
+    wild: dict[str, Any] = {**dict.fromkeys(keys, text), "device": {"gpus": [text], "cpu": text}}
     wild |= {"config": {text: one}, "versions": one, "fingerprint": one, "notes": [text]}
     wild["attempts"] = [{}, {"started": text, "step": text, "changed": [text]}]
     folder = write_run(tmp_path / "one", rows=3, **wild)
@@ -265,10 +261,12 @@ SPANS = {"seconds": 1, "time/wall": 2}
 SPEEDS = ("samples_per_s", "tokens_per_s", "flops_per_s", "mfu")  # others are of the whole wall time
 
 
-def uneven_run(folder: Path, repeats: int, without: tuple[str, ...]) -> tuple[Path, dict[str, Any]]:
-    """A run whose records have each rate and cover unlike spans; and what is right for each rate."""
-    folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps(manifest(303)))
+@pytest.mark.parametrize(
+    ("without", "repeats"), [((), 700), (("seconds",), 1), (("seconds", "time/wall"), 1)]
+)
+def test_a_rate_is_a_total_over_a_time(without: tuple[str, ...], repeats: int, tmp_path: Path) -> None:
+    """Of a run whose records have each rate and cover unlike spans."""
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest(303)))
     draw, step, lines = np.random.default_rng(0), 0, []
     sums = {rate.name: [0.0, 0.0] for rate in figures.RATES}
     for record in UNEVEN * repeats:  # steps, seconds, wall time
@@ -283,16 +281,9 @@ def uneven_run(folder: Path, repeats: int, without: tuple[str, ...]) -> tuple[Pa
             weight = spans[0] if len(spans) == 1 else record[wanted]
             sum_[0], sum_[1] = sum_[0] + row[name] * weight, sum_[1] + weight
         lines.append(json.dumps(row) + "\n")
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    return folder, {name: total / span for name, (total, span) in sums.items()}
-
-
-@pytest.mark.parametrize(
-    ("without", "repeats"), [((), 700), (("seconds",), 1), (("seconds", "time/wall"), 1)]
-)
-def test_a_rate_is_a_total_over_a_time(without: tuple[str, ...], repeats: int, tmp_path: Path) -> None:
-    folder, right = uneven_run(tmp_path / "run", repeats, without)
-    run = read_recorded_run(folder)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    right = {name: total / span for name, (total, span) in sums.items()}
+    run = read_recorded_run(tmp_path)
     assert len(run.train) <= 801
     for rate in figures.RATES:
         shown = rate.of(run)

@@ -39,7 +39,7 @@ def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
     put(tmp_path, ".lock", ".tmp-0123456789abcdef-manifest.json")
     assert not claim_folder(tmp_path)
     (tmp_path / "mine").touch()
-    with refused("empty"):
+    with refused(tmp_path):
         claim_folder(tmp_path)
     remove_unused(tmp_path)
     assert (tmp_path / "mine").exists()

@@ -198,21 +198,12 @@ def both() -> tuple[str, str]:
     return "wandb", "mlflow"
 
 
-@pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A server that takes connections and never answers, for W&B and for MLflow."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        values = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
-        for name, value in {**values, "MLFLOW_TRACKING_URI": address}.items():
-            monkeypatch.setenv(name, value)
-        yield server
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
-    tmp_path: Path, silent: socket.socket, both: tuple[str, str], whole: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: tuple[str, str], whole: Path
 ) -> None:
+    """It takes connections from W&B and from MLflow."""
+
     def asked(done: int) -> None:
         if done == 9:
             until(lambda: select.select([silent], [], [], 0)[0])
@@ -222,7 +213,12 @@ def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
         replace(start_checks, "check_reachable", lambda _: None)  # it answered then
         before_each_step_ends(asked)
 
-    done = attempt(tmp_path / "run", small(**logged(*both)), before=before, code=0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        values = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+        for name, value in {**values, "MLFLOW_TRACKING_URI": address}.items():
+            monkeypatch.setenv(name, value)
+        done = attempt(tmp_path / "run", small(**logged(*both)), before=before, code=0)
     assert all(named(done.said, f"{name} records") for name in both), done.said
     assert ending(tmp_path / "run").weights == ending(whole).weights
 
