@@ -21,7 +21,6 @@ from tests.helpers.commands import command, refuse
 from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from tests.helpers.trained import train_digits
-from trainer.cli import main
 from trainer.commands.evaluate.details import OfClasses
 from trainer.commands.evaluate.evaluate import per_class
 from trainer.data.batch import Batch
@@ -74,7 +73,7 @@ def test_people_see_a_table_and_the_report_has_it(digits_run: Path, tmp_path: Pa
         assert one["label"] == data.arrays["label"][one["sample"]] != one["predicted"]
         picture = np.asarray(Image.open(BytesIO(b64decode(one["png"]))))
         assert (picture == data.arrays["image"][one["sample"], :, :, 0]).all()
-    assert main(["report", str(run)]) == 0
+    command("report", run)
     page = (run / "report.html").read_text()
     assert 'id="evaluation"' in page and page.count('class="pixels"') == len(mistakes)
     assert page.count(" as ") >= 100  # a cell of the matrix has a title

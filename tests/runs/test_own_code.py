@@ -58,9 +58,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     hook = "class Hook:\n    def after_step(self, row):\n        open('hooked', 'w')\n"
     hook += "def sink(row):\n    open('sunk', 'w')\n"
-    for name, text in {"task.py": TASK, "net.py": NET, "own.py": hook, "both.py": TASK + OTHER}.items():
-        (folder / name).write_text(text)
-    return folder
+    return write(folder, {"task.py": TASK, "net.py": NET, "own.py": hook, "both.py": TASK + OTHER})
 
 
 def printed(words: str | Sequence[object], *names: object) -> list[str]:
@@ -69,19 +67,14 @@ def printed(words: str | Sequence[object], *names: object) -> list[str]:
     return shlex.split(error[error.rindex(": trainer ") + 2 :])[1:]
 
 
-COMMANDS = [
-    *("evaluate RUN", "predict RUN", "export RUN --to safetensors", "verify RUN"),
-    *("train max_steps=4 --resume RUN", "train --init-from RUN --out new"),
-]
-
-
 def test_each_command_prints_the_one_that_names_the_code_and_that_one_works(
     code: Path, tmp_path: Path
 ) -> None:
     run, ran = tmp_path / "run", code / "ran"
     fit("task.py", out=run)
     (code / "task.py").write_text(f"open({str(ran)!r}, 'w')\n{TASK}")
-    for words in COMMANDS:
+    resumed = ("train max_steps=4 --resume RUN", "train --init-from RUN --out new")
+    for words in ("evaluate RUN", "predict RUN", "export RUN --to safetensors", "verify RUN", *resumed):
         given = words.replace("RUN", str(run)).split()
         assert printed(given, run) == [*given, "--task", str(code / "task.py")]
     for name in (["report"], ["runs"], ["runs", "--json"]):
@@ -144,8 +137,7 @@ def test_what_counts_as_code() -> None:
 
 def test_a_recipe_in_a_run_folder_is_its_senders(tmp_path: Path) -> None:
     text = "task: absent.py\nhooks: {use: ['own.py:Hook']}\n"
-    files = {"run/config.yaml": text, "mine/config.yaml": text, "run/manifest.json": "{}"}
-    write(tmp_path, files)
+    write(tmp_path, {"run/config.yaml": text, "mine/config.yaml": text, "run/manifest.json": "{}"})
     (tmp_path / "link.yaml").symlink_to("run/config.yaml")
     for recipe in (str(tmp_path / "run" / "config.yaml"), str(tmp_path / "link.yaml")):
         for name in (["train"], ["check"], ["data", "show"]):
@@ -159,16 +151,14 @@ def test_a_recipe_in_a_run_folder_is_its_senders(tmp_path: Path) -> None:
 
 def test_words_of_a_stranger_are_quoted(tmp_path: Path) -> None:
     for task, shown in {"a'; rm -rf x.py": "a'; rm -rf x.py", "a\x1b[2J.py": "FILE"}.items():
-        (tmp_path / "manifest.json").write_text("{}")
-        (tmp_path / "config.yaml").write_text(json.dumps({"task": task}))
+        write(tmp_path, {"manifest.json": "{}", "config.yaml": json.dumps({"task": task})})
         with pytest.raises(UnnamedCodeError) as found:
             load_recipe(str(tmp_path / "config.yaml"), [])
         assert found.value.words == ["--set", f"task={shown}"]
 
 
 def test_a_file_that_changes_while_it_is_imported_is_refused(code: Path) -> None:
-    write = "open({0!r}, 'a').write('# more\\n')\n"
-    (code / "task.py").write_text(write.format(str(code / "net.py")) + TASK)
+    (code / "task.py").write_text(f"open({str(code / 'net.py')!r}, 'a').write('# more\\n')\n{TASK}")
     with refused("task.py", "net.py"):
         custom_task("task.py")
     (code / "task.py").write_text(TASK)

@@ -298,10 +298,8 @@ def test_wandb_and_mlflow_without_a_server(
         rows += history(found)
     counted = [row["_step"] for row in rows]
     assert counted == sorted(set(counted)), "they follow each other, over both files"
-    wanted = [
-        {"step": row["step"], **{name: value for name, value in metrics_of(row).items() if value is not None}}
-        for row in read_rows(run, ("train", "eval"))
-    ]
+    wanted = [{"step": row["step"], **metrics_of(row)} for row in read_rows(run, ("train", "eval"))]
+    wanted = [{name: value for name, value in row.items() if value is not None} for row in wanted]
     sent = [row for row in rows if any(name.startswith("hook/square") for name in row)]
     assert len(sent) == len(list(read_rows(run, ("hook",)))) > 1
     assert len(list(run.glob("wandb/**/media/images/hook/square_*.png"))) == len(sent)
