@@ -11,9 +11,9 @@ from torch import nn
 
 import trainer
 from tests.helpers import preloaded
+from tests.helpers.commands import command
 from tests.helpers.refusals import named
 from tests.helpers.small_task import Small
-from trainer.cli import main
 from trainer.commands.check import training
 from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
@@ -29,17 +29,18 @@ from trainer.train.evaluate import next_evaluation
 EXAMPLE = Path(trainer.__file__).parent / "tasks" / "example.py"
 
 
-def test_the_example_holds_and_code_is_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(EXAMPLE), "--only", "order", "--only", "plain", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+def verdicts(subject: Any, *only: str) -> list[str]:
+    return [row.verdict for row in check(subject, only=only).rows]
+
+
+def test_the_example_holds_and_code_is_0() -> None:
+    told = json.loads(command("check", EXAMPLE, "--only", "order", "--only", "plain", "--json").out)
     assert told["ok"]
     assert [(row["name"], row["verdict"]) for row in told["rows"]] == [("order", "equal"), ("plain", "equal")]
     assert "float64" in told["about"]
 
 
-def test_a_fault_is_named_by_tensor_and_step_and_code_is_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_is_named_by_tensor_and_step_and_code_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = step_module._update
 
     def wrong(run: Any, step: int, loss: torch.Tensor) -> Any:
@@ -48,8 +49,8 @@ def test_a_fault_is_named_by_tensor_and_step_and_code_is_1(
         return usual(run, step, loss)
 
     monkeypatch.setattr(step_module, "_update", wrong)
-    assert main(["check", str(EXAMPLE), "--only", "plain"]) == 1
-    assert named(capsys.readouterr().out, "plain differs model/0.weight step 3")
+    told = command("check", EXAMPLE, "--only", "plain", code=1)
+    assert named(told.out, "plain differs model/0.weight step 3")
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,8 @@ def test_frozen_batchnorm_is_that_of_a_run() -> None:
 
 def test_other_processes_hold(tmp_path: Path) -> None:
     names = ["workers-2", "resume", "ranks-tree"]
-    words = [word for name in names for word in ("--only", name)]
-    done = preloaded.run(
-        [sys.executable, "-m", "trainer", "check", str(EXAMPLE), "--json", *words], cwd=tmp_path
-    )
+    words = ["check", str(EXAMPLE), "--json", *[word for name in names for word in ("--only", name)]]
+    done = preloaded.run([sys.executable, "-m", "trainer", *words], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert [(row["name"], row["verdict"]) for row in rows] == [(name, "equal") for name in names]
@@ -93,15 +92,13 @@ def test_other_processes_hold(tmp_path: Path) -> None:
 
 
 def test_in_a_notebook_what_needs_processes_says_so() -> None:
-    report = trainer.check(Small, only=["again", "ranks-ddp", "resume"])
-    assert [row.verdict for row in report.rows] == ["equal", "not compared", "not compared"]
+    assert verdicts(Small, "again", "ranks-ddp", "resume") == ["equal", "not compared", "not compared"]
 
 
 def test_batchnorm_is_not_compared_over_micro_batches_of_padding() -> None:
     """The last of three steps has four samples: one micro-batch of four and, of two, one with none."""
     own = type("Odd", (Normed,), {"RECIPE": {"epochs": 2, "data": {"last_batch": "weighted"}}})
-    report = check(own, only=["plain", "micro-batches-2"])
-    assert [row.verdict for row in report.rows] == ["equal", "not compared"], str(report)
+    assert verdicts(own, "plain", "micro-batches-2") == ["equal", "not compared"]
 
 
 def test_constants_in_float32_are_the_same_in_both_loops() -> None:
@@ -116,21 +113,14 @@ def test_constants_in_float32_are_the_same_in_both_loops() -> None:
     assert [row.verdict for row in report.rows] == ["equal"] * 3 and "samples, float64," in report.about
 
 
-class Dropped(Small):
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-
-
-def test_compiled_code_is_to_draw_the_random_numbers_of_plain_pytorch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_code_draws_the_random_numbers_of_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
     def look(*_: Any) -> Any:
         raise BadInputError(f"fallback_random={config.fallback_random}")
 
     monkeypatch.setattr(training, "build", look)
-    (row,) = check(Dropped, only=["compile"]).rows
+    (row,) = check(Normed, only=["compile"]).rows
     assert row.detail == "fallback_random=True" and not config.fallback_random
 
 
@@ -149,10 +139,8 @@ def test_a_variant_whose_subject_did_not_happen_is_not_compared() -> None:
             with torch.autocast("cpu", enabled=False):
                 return super().loss(model, batch)
 
-    rows = check(Still, only=["plain", "ema"]).rows
-    assert [row.verdict for row in rows] == ["not compared"] * 2
-    rows = check(Whole, only=["plain", "bf16", "micro-batches-2"]).rows
-    assert [row.verdict for row in rows] == ["equal", "equal", "not compared"]
+    assert verdicts(Still, "plain", "ema") == ["not compared"] * 2
+    assert verdicts(Whole, "plain", "bf16", "micro-batches-2") == ["equal", "equal", "not compared"]
 
 
 def test_fp16_skips_an_update_and_makes_a_later_one() -> None:
@@ -168,8 +156,7 @@ def test_what_fails_in_plain_pytorch_too_is_not_compared() -> None:
             given = model(batch.fields["x"])
             return torch.zeros_like(batch.fields["y"]).index_add(0, torch.arange(len(given)), given)
 
-    rows = check(Mixed, only=["plain", "bf16"]).rows
-    assert [row.verdict for row in rows] == ["equal", "not compared"]
+    assert verdicts(Mixed, "plain", "bf16") == ["equal", "not compared"]
 
 
 def test_a_crash_of_the_trainer_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from stack_table import TABLE, table
 
+from tests.helpers.commands import command
 from tests.helpers.doctor_box import ABSENT, DISK, GIB, PROVOKED, healthy
 from tests.helpers.refusals import named
-from trainer.cli import main
 from trainer.commands.doctor import doctor as examine
 from trainer.commands.doctor.doctor import CHECKS, judge_facts, print_findings
 from trainer.commands.doctor.facts import CheckResult, Gpus, fine
@@ -22,10 +22,6 @@ from trainer.train import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDS = [name for name, _ in CHECKS]
-
-
-def all_of(found: CheckResult) -> str:
-    return "\n".join([found.finding, found.cause, found.remedy])
 
 
 def test_ids_are_stable() -> None:
@@ -57,7 +53,7 @@ def test_each_check_is_quiet_where_nothing_is_wrong() -> None:
 def test_each_check_is_provoked(name: str, status: str, changes: dict[str, Any], says: str) -> None:
     found = judge_facts(healthy(**changes))[name]
     assert found.status == status, found
-    assert named(all_of(found), says), found
+    assert named([found.finding, found.cause, found.remedy], says), found
     assert found.cause and found.remedy
     assert "\n" not in found.finding + found.cause + found.remedy
 
@@ -129,9 +125,6 @@ def test_the_stack_that_fits(driver: str, architecture: str, name: str | None) -
     assert stack_fitting(driver, [architecture], read_stacks()) == (name or "")
 
 
-# What people see
-
-
 def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = judge_facts(healthy(data=Data("/data/x?token=hunter2secret", "No such file", DISK)))
     print_findings(found, 1.0)
@@ -139,22 +132,11 @@ def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hunter2secret" not in json.dumps([examine._for_machines(*one) for one in found.items()])
 
 
-# The command
-
-
-def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["doctor", *words])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "read_box", lambda *_: healthy(limits__pids=50))
-    code, out, _ = doctor(capsys, "--json")
-    rows = json.loads(out)
-    assert code == 1
+    rows = json.loads(command("doctor", "--json", code=1).out)
     monkeypatch.setattr(examine, "read_box", lambda *_: healthy(data__reads=80.0))
-    assert doctor(capsys)[0] == 0
+    command("doctor")
     assert [row["id"] for row in rows] == IDS
     assert all(set(row) == {"id", "status", "finding", "cause", "remedy"} for row in rows)
     (bad,) = [row for row in rows if row["status"] == "bad"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.doctor_box import GIB
-from tests.helpers.planted import write
+from tests.helpers.planted import put, write
 from trainer.commands.doctor.doctor import judge_facts, make_needs, read_box
 from trainer.commands.doctor.facts import Gpus
 from trainer.commands.doctor.gpu import read_gpus
@@ -18,14 +18,11 @@ from trainer.config.recipe_file import provisional, recipe_names
 from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits
 
-# GPUs
-
 
 class NVMLError(Exception):
     def __init__(self, value: int) -> None:
-        super().__init__(
-            {15: "GPU is lost", 18: "Driver/library version mismatch"}.get(value, f"error {value}")
-        )
+        words = {15: "GPU is lost", 18: "Driver/library version mismatch"}
+        super().__init__(words.get(value, f"error {value}"))
         self.value = value
 
 
@@ -92,9 +89,6 @@ def test_the_folder_that_gke_mounts_the_driver_in(tmp_path: Path) -> None:
     assert read_gpus(nvml(init=12), tmp_path, {}).unsearched == "/usr/local/nvidia/lib64"
 
 
-# The kernel
-
-
 V2 = {
     "proc/self/cgroup": "0::/",
     "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
@@ -121,27 +115,15 @@ def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     assert found["gpu.nvml"].status == found["gpu.driver"].status == "not available"
 
 
-# Software
-
-
 def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
-    root = write(
-        tmp_path,
-        {
-            "site/torch/version.py": "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\nhip = None",
-            "site/torch-2.9.1.dist-info/METADATA": "",
-            "site/numpy-2.1.0.dist-info/METADATA": "",
-            "site/numpy-1.26.4.dist-info/METADATA": "",
-            "site/PyYAML-6.0.2-py3.12.egg-info/PKG-INFO": "",
-            "site/nvidia_cudnn_cu12-9.1.0.dist-info/METADATA": "",
-            "user/numpy/__init__.py": "",
-            "work/torch/__init__.py": "",
-            "cuda/libcudnn.so.9": "",
-            "cuda/libcublasLt.so.12": "",
-            "cuda/libother.so": "",
-            ".bootstrap.json": '{"lock": "abc", "changing": true}',
-        },
-    )
+    version = "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\nhip = None"
+    bootstrap = '{"lock": "abc", "changing": true}'
+    root = write(tmp_path, {"site/torch/version.py": version, ".bootstrap.json": bootstrap})
+    for name in ("torch-2.9.1", "numpy-2.1.0", "numpy-1.26.4", "nvidia_cudnn_cu12-9.1.0"):
+        put(root / "site", f"{name}.dist-info/METADATA")
+    put(root, "site/PyYAML-6.0.2-py3.12.egg-info/PKG-INFO")
+    put(root, "user/numpy/__init__.py", "work/torch/__init__.py")
+    put(root / "cuda", "libcudnn.so.9", "libcublasLt.so.12", "libother.so")
     environ = {"PYTHONPATH": f"{root}/work", "LD_LIBRARY_PATH": f"{root}/cuda:/no"}
     environ["LD_PRELOAD"] = "/x/libnccl.so.2"
     paths = [f"{root}/site", f"{root}/user"]
@@ -153,9 +135,6 @@ def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
     libraries = (f"{root}/cuda/libcublasLt.so.12", f"{root}/cuda/libcudnn.so.9")
     assert found.searched == ("/x/libnccl.so.2", *libraries)
     assert read_software(paths[:1], root, f"{root}/user", {}).shadowed == ()
-
-
-# What a recipe needs
 
 
 @pytest.mark.parametrize("recipe", recipe_names())

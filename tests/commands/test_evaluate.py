@@ -17,10 +17,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import preloaded
-from tests.helpers.refusals import named, refusal
+from tests.helpers.commands import command, refuse
+from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from tests.helpers.trained import train_digits
-from trainer.cli import main
 from trainer.commands.evaluate.details import OfClasses
 from trainer.commands.evaluate.evaluate import per_class
 from trainer.data.batch import Batch
@@ -32,14 +32,13 @@ def last_row(run: Path) -> dict[str, Any]:
     return read_rows(run, ("eval",))[-1]
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    assert main(["evaluate", *map(str, words), "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+def asked(*words: object) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(command("evaluate", *words, "--json").out)
     return told
 
 
-def test_the_numbers_are_those_of_training(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told, row = asked(capsys, digits_run), last_row(digits_run)
+def test_the_numbers_are_those_of_training(digits_run: Path) -> None:
+    told, row = asked(digits_run), last_row(digits_run)
     assert told["metrics"] == {name: row[name] for name in ("loss", "accuracy", "top5")}
     assert told["weights"] == "ema.safetensors"
     assert told["samples"] == 360 == sum(count for _, _, count in told["confusion"])
@@ -47,30 +46,24 @@ def test_the_numbers_are_those_of_training(digits_run: Path, capsys: pytest.Capt
     assert right / 360 == told["metrics"]["accuracy"]
 
 
-def test_several_ranks_give_the_same_numbers(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["evaluate", str(digits_run), "--json"]
-    assert main(words) == 0
-    two = preloaded.run([sys.executable, "-m", "trainer", *words, "--nproc-per-node", "2"])
+def test_several_ranks_give_the_same_numbers(digits_run: Path) -> None:
+    words = ["evaluate", str(digits_run), "--json", "--nproc-per-node", "2"]
+    two = preloaded.run([sys.executable, "-m", "trainer", *words])
     assert two.returncode == 0, two.stderr
-    assert json.loads(two.stdout) == json.loads(capsys.readouterr().out)
+    assert json.loads(two.stdout) == asked(digits_run)
 
 
-def test_somebody_elses_ranks_are_not_waited_for(
-    digits_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_elses_ranks_are_not_waited_for(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of a run of several ranks, or a pod of Kubeflow, has these in its environment."""
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**ranks, "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert asked(capsys, digits_run)["metrics"]["loss"] == last_row(digits_run)["loss"]
+    assert asked(digits_run)["metrics"]["loss"] == last_row(digits_run)["loss"]
 
 
-def test_people_see_a_table_and_the_report_has_it(
-    digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_see_a_table_and_the_report_has_it(digits_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(digits_run, tmp_path / "run")
-    assert main(["evaluate", str(run)]) == 0
-    assert named(capsys.readouterr().out, f"accuracy {last_row(run)['accuracy']:.4f} precision")
+    assert named(command("evaluate", run).out, f"accuracy {last_row(run)['accuracy']:.4f} precision")
     mistakes = json.loads((run / "evaluation.json").read_text())["mistakes"]
     data = open_run(run).task.evaluation_data
     assert mistakes and data.arrays is not None
@@ -80,28 +73,26 @@ def test_people_see_a_table_and_the_report_has_it(
         assert one["label"] == data.arrays["label"][one["sample"]] != one["predicted"]
         picture = np.asarray(Image.open(BytesIO(b64decode(one["png"]))))
         assert (picture == data.arrays["image"][one["sample"], :, :, 0]).all()
-    assert main(["report", str(run)]) == 0
+    command("report", run)
     page = (run / "report.html").read_text()
     assert 'id="evaluation"' in page and page.count('class="pixels"') == len(mistakes)
     assert page.count(" as ") >= 100  # a cell of the matrix has a title
 
 
-def test_the_weights_that_are_asked_for(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = asked(capsys, digits_run / "model.safetensors")
+def test_the_weights_that_are_asked_for(digits_run: Path) -> None:
+    plain = asked(digits_run / "model.safetensors")
     assert plain["weights"] == "model.safetensors"
     assert plain["metrics"]["loss"] != last_row(digits_run)["loss"]
 
 
-def test_a_checkpoint_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    train_digits(run, stop_after=30)
+def test_a_checkpoint_that_is_asked_for(tmp_path: Path) -> None:
+    run = train_digits(tmp_path / "run", stop_after=30)
     steps = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
     assert steps
-    newest = asked(capsys, run, "--checkpoint", "last")
+    newest = asked(run, "--checkpoint", "last")
     assert newest["weights"] == f"checkpoints/step-{steps[-1]:08d}/ema.safetensors"
-    assert asked(capsys, run, "--checkpoint", steps[-1]) == newest == asked(capsys, run)
-    assert main(["evaluate", str(run), "--checkpoint", "7"]) == 2
-    refusal(2, capsys.readouterr().err, f"7 {', '.join(map(str, reversed(steps)))}")
+    assert asked(run, "--checkpoint", steps[-1]) == newest == asked(run)
+    refuse(["evaluate", run, "--checkpoint", 7], f"7 {', '.join(map(str, reversed(steps)))}")
 
 
 def test_the_table_is_by_the_book() -> None:
@@ -150,24 +141,16 @@ def test_answers_are_ranked_once_and_one_that_is_no_number_is_never_right() -> N
     assert (int(sums["accuracy"]), int(sums["top5"])) == (1, 1)
 
 
-@pytest.fixture(scope="module")
-def somebodys(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The averaged weights of a run, as Lightning's module would name them, with something beside them."""
-    state = load_file(digits_run / "ema.safetensors")
-    file = tmp_path_factory.mktemp("weights") / "theirs.safetensors"
-    save_file({**{f"model.{name}": one for name, one in state.items()}, "loss.w": torch.ones(3)}, file)
-    return file
-
-
-def test_somebodys_weights_are_measured_without_training(
-    digits_run: Path, somebodys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_somebodys_weights_are_measured_without_training(digits_run: Path, tmp_path: Path) -> None:
+    """The average of a run, as Lightning's module would name it, with something beside it."""
+    state, somebodys = load_file(digits_run / "ema.safetensors"), tmp_path / "theirs.safetensors"
+    save_file({**{f"model.{name}": one for name, one in state.items()}, "loss.w": torch.ones(3)}, somebodys)
     words, row = ("--set", "model.width=16", "digits", "seed=9", "--weights"), last_row(digits_run)
-    told = asked(capsys, *words, somebodys)
+    told = asked(*words, somebodys)
     assert told["metrics"]["accuracy"] == row["accuracy"]
     assert told["metrics"]["loss"] == pytest.approx(row["loss"], rel=1e-6)
     assert named(told["weights"], "model. 1")
-    told = asked(capsys, digits_run / "config.yaml", "--weights", somebodys)
+    told = asked(digits_run / "config.yaml", "--weights", somebodys)
     assert told["metrics"] == {name: row[name] for name in told["metrics"]}
 
 
@@ -179,5 +162,5 @@ def test_an_odd_evaluation_is_left_out_of_the_report(digits_run: Path, tmp_path:
         (run / "evaluation.json").symlink_to("/etc/passwd")
     else:
         (run / "evaluation.json").write_text(odd)
-    assert main(["report", str(run)]) == 0
+    command("report", run)
     assert 'id="evaluation"' not in (run / "report.html").read_text()

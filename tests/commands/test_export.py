@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from tests.commands.test_verify import change
-from tests.helpers import preloaded
+from tests.helpers import planted, preloaded
+from tests.helpers.commands import command
+from tests.helpers.marked import flip
 from tests.helpers.refusals import named
-from trainer.cli import main
+from tests.helpers.run_folders import manifest
 from trainer.commands.export import reload
 from trainer.commands.export.export import WRITERS
 from trainer.data.sources import IMAGE
@@ -26,6 +28,7 @@ from trainer.models.export_formats import relative_error
 from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 from trainer.train.provenance import file_hash
 
+Patch = pytest.MonkeyPatch
 FILES = {"torch-export": "model.pt2", "onnx": "model.onnx", "safetensors": "model.safetensors"}
 
 
@@ -34,15 +37,12 @@ def run(digits_run: Path) -> Path:
     return digits_run
 
 
-def export(run: Path, *words: str, code: int = 0) -> None:
-    assert main(["export", str(run), *words]) == code
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    told = capsys.readouterr()
-    lines = [line for line in told.err.splitlines(keepends=True) if not line.startswith("export: ")]  # stages
-    assert (told.out, len(lines)) == ("", 1), told
-    return lines[0]
+def export(run: Path, to: str, out: Path, *words: object, code: int = 0) -> str:
+    """What it says but for stages: one line where it fails."""
+    told = command("export", run, "--to", to, "--out", out, *words, code=code)
+    lines = [line for line in told.err.splitlines() if not line.startswith("export: ")]
+    assert code == 0 or (told.out, len(lines)) == ("", 1), told
+    return "".join(lines)
 
 
 @pytest.mark.compat
@@ -58,17 +58,17 @@ def test_what_is_read_again_computes_the_same(
     if name == "onnx":
         pytest.importorskip("onnxscript")
         pytest.importorskip("onnxruntime")
-    export(run, "--to", name, "--out", str(tmp_path / "there"))
+    export(run, name, out := tmp_path / "there")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == sorted([FILES[name], "model.json"])
-    about = json.loads((tmp_path / "there" / "model.json").read_text())
+    assert {path.name for path in out.iterdir()} == {FILES[name], "model.json"}
+    about = json.loads((out / "model.json").read_text())
     assert about["file"] == FILES[name]
-    assert about["sha256"] == {FILES[name]: file_hash(tmp_path / "there" / FILES[name])}
+    assert about["sha256"] == {FILES[name]: file_hash(out / FILES[name])}
     assert about["inputs"] == [{"name": "input", "shape": ["batch", 1, 8, 8], "dtype": "float32"}]
     assert about["outputs"] == [{"name": "output", "shape": ["batch", 10], "dtype": "float32"}]
     assert about["weights"] == "ema.safetensors"
     assert about["data"]["classes"] == list("0123456789")
-    assert about["config_hash"] == json.loads((run / "manifest.json").read_text())["config_hash"]
+    assert about["config_hash"] == manifest(run)["config_hash"]
     assert about["checked"]["relative_error"] < 1e-5
     assert about["checked"]["samples"] == 32
     assert {1, 2, 7} < set(about["checked"]["batches"])
@@ -80,10 +80,8 @@ def test_a_bit_that_was_written_otherwise_is_found_and_the_old_one_stays(
     name: str, dtype: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the written tensors where they are there: outputs within a limit show nothing of a bit."""
-    out, write = tmp_path / "out", WRITERS[name]
-    out.mkdir()
-    (out / "model.json").write_text(json.dumps({"sha256": {FILES[name]: ""}}))
-    (out / FILES[name]).write_text("an older one")
+    write, about = WRITERS[name], json.dumps({"sha256": {FILES[name]: ""}})
+    out = planted.write(tmp_path / "out", {"model.json": about, FILES[name]: "an older one"})
 
     def perturbed(model: nn.Module, inputs: Any, folder: Path) -> Path:
         weight = model.get_parameter("head.weight")
@@ -94,14 +92,14 @@ def test_a_bit_that_was_written_otherwise_is_found_and_the_old_one_stays(
         return file
 
     monkeypatch.setitem(WRITERS, name, perturbed)
-    export(run, "--to", name, "--dtype", dtype, "--out", str(out), "--force", code=1)
+    export(run, name, out, "--dtype", dtype, "--force", code=1)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (out / FILES[name]).read_text() == "an older one"
+    assert (out / FILES[name]).read_text() == "an older one\n"
 
 
 @pytest.mark.usefixtures("here")
 def test_pixels_in_and_probabilities_out(run: Path, tmp_path: Path) -> None:
-    export(run, "--to", "torch-export", "--with-normalization", "--out", str(tmp_path / "out"))
+    export(run, "torch-export", tmp_path / "out", "--with-normalization")
     opened = open_run(run)
     batch = read_samples(opened.task.evaluation_data, some_samples(opened.task.evaluation_data, 9))
     probabilities = reload.load_model(tmp_path / "out" / "model.pt2")(batch.fields[IMAGE])
@@ -112,39 +110,29 @@ def test_pixels_in_and_probabilities_out(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_an_export_is_replaced_only_when_told_to(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--to", "safetensors", "--out", str(tmp_path / "out")]
-    export(run, *words)
-    before = (tmp_path / "out" / "model.json").stat().st_ino
-    capsys.readouterr()
-    export(run, *words, code=2)
-    assert "--force" in one_line(capsys)
-    assert (tmp_path / "out" / "model.json").stat().st_ino == before
-    export(run, *words, "--force")
-    assert (tmp_path / "out" / "model.json").stat().st_ino != before
+def test_an_export_is_replaced_only_when_told_to(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(run, "safetensors", out)
+    before = (out / "model.json").stat().st_ino
+    assert "--force" in export(run, "safetensors", out, code=2)
+    assert (out / "model.json").stat().st_ino == before
+    export(run, "safetensors", out, "--force")
+    assert (out / "model.json").stat().st_ino != before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    # Not with other things beside it.
-    capsys.readouterr()
-    (tmp_path / "out" / "notes.txt").touch()
-    export(run, *words, "--force", code=2)
-    assert named(one_line(capsys), "notes.txt") and (tmp_path / "out" / "notes.txt").exists()
+    (out / "notes.txt").touch()  # not with other things beside it
+    assert named(export(run, "safetensors", out, "--force", code=2), "notes.txt")
+    assert (out / "notes.txt").exists()
 
 
 @pytest.mark.usefixtures("here")
-def test_a_signal_leaves_nothing_half_written(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_leaves_nothing_half_written(run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     def writer(_model: nn.Module, _inputs: Any, folder: Path) -> Path:
         assert folder.is_dir() and [path.name for path in tmp_path.iterdir()] == [folder.name]
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal came too late")
 
     monkeypatch.setitem(WRITERS, "safetensors", writer)
-    with pytest.raises(SystemExit) as ended:
-        main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "x")])
-    assert ended.value.code == 128 + signal.SIGTERM
+    command("export", run, "--to", "safetensors", "--out", tmp_path / "x", code=128 + signal.SIGTERM)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,20 +149,11 @@ def test_a_full_disk_is_one_line(run: Path, tmp_path: Path) -> None:
     assert named(done.stderr.splitlines()[-1], tmp_path / "out", "--out")
 
 
-def test_a_fresh_process_that_fails_is_told(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fresh_process_that_fails_is_told(run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     failed = subprocess.CompletedProcess[str]([], 1, "", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    export(run, "--to", "safetensors", "--out", str(tmp_path / "out"), code=1)
-    assert one_line(capsys)
+    export(run, "safetensors", tmp_path / "out", code=1)
     assert list(tmp_path.iterdir()) == []
-
-
-def flip(folder: Path) -> None:
-    data = bytearray((folder / "ema.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "ema.safetensors").write_bytes(data)
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -182,23 +161,20 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change(folder, lambda m: m.update(weights={}, status="stopped")),
         "weights",
     ),
-    "a flipped bit": (flip, "ema.safetensors"),
+    "a flipped bit": (lambda folder: flip(folder / "ema.safetensors", -1, 0), "ema.safetensors"),
     "other classes": (lambda folder: change(folder, lambda m: m["data"]["classes"].reverse()), "classes"),
 }
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_run_that_cant_be_trusted_is_refused(
-    how: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cant_be_trusted_is_refused(how: str, run: Path, tmp_path: Path) -> None:
     spoil, names = SPOILED[how]
     spoil(folder := shutil.copytree(run, tmp_path / "run"))
-    export(folder, "--to", "safetensors", "--out", str(tmp_path / "out"), code=2)
-    assert named(one_line(capsys), names)
+    assert named(export(folder, "safetensors", tmp_path / "out", code=2), names)
     assert not (tmp_path / "out").exists()
 
 
-def test_no_pickle_is_read_where_exports_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pickle_is_read_where_exports_are(tmp_path: Path, monkeypatch: Patch) -> None:
     """The process that reads an archive tells torch first to unpickle nothing."""
     told: list[str | None] = []
 

@@ -10,13 +10,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.helpers.chat_folders import CHATML, chat_folder
+from tests.helpers.commands import command, refuse
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of
-from tests.helpers.refusals import refusal
+from tests.helpers.planted import write
 from tests.helpers.toys import make_recipe
 from tests.train.test_hf import WORDS, recipe_of
 from trainer.checkpoint.tensor_file import safetensors_bytes
-from trainer.cli import main
 from trainer.commands.export import hf
 from trainer.commands.verify.recorded import read_recorded
 from trainer.commands.verify.replay import replay_config
@@ -34,8 +34,7 @@ def trained(folder: Path, family: str, text: str = "packed", wild: float = 0.0, 
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     short: dict[str, Any] = {"log": {"every": 1, "to": ["jsonl"]}, "optim": {"lr": 0.05}, "epochs": 4}
-    done = attempt(folder / "run", recipe_of(base, text, model=model, **short))
-    assert done.code == 0, done.said
+    attempt(folder / "run", recipe_of(base, text, model=model, **short), code=0)
     return folder / "run"
 
 
@@ -55,7 +54,7 @@ def test_the_library_computes_what_was_trained(
     run = trained(tmp_path, family, text, 2.0, **({"lora": lora} if lora else {}))
     for name in written:
         to, dtype = name.split("-")
-        assert main(["export", str(run), "--to", to, "--dtype", dtype]) == 0
+        command("export", run, "--to", to, "--dtype", dtype)
         made = run / "export" / name
         checked = json.loads((made / "model.json").read_text())["checked"]
         assert checked["relative_error"] <= (1e-5 if dtype == "fp32" else checked["limit"])
@@ -88,46 +87,36 @@ def test_one_bit_that_was_written_otherwise_is_found(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(hf, "safetensors_bytes", other)
     for to, dtype in (("peft", "fp32"), ("transformers", "bf16")):
-        assert main(["export", str(run), "--to", to, "--dtype", dtype]) == 1
+        command("export", run, "--to", to, "--dtype", dtype, code=1)
         assert not (run / "export" / f"{to}-{dtype}").exists()
 
 
-def test_a_model_that_was_moved_is_found_by_its_name_and_must_be_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_was_moved_is_found_by_its_name_and_must_be_the_same(tmp_path: Path) -> None:
     run, moved = trained(tmp_path, "llama"), tmp_path / "moved"
     (tmp_path / "base").rename(moved)
-    for command in (["evaluate", str(run)], ["export", str(run), "--to", "transformers"]):
-        capsys.readouterr()
-        refusal(main(command), capsys.readouterr().err, tmp_path / "base")
-        assert main([*command, "--set", f"model.name=hf/{moved}"]) == 0
+    evaluate, there = ["evaluate", run], ["--set", f"model.name=hf/{moved}"]
+    for words in (evaluate, ["export", run, "--to", "transformers"]):
+        refuse(words, tmp_path / "base")
+        command(*words, *there)
     # Without model.lora there is no adapter.
-    assert main(["export", str(run), "--to", "peft", "--set", f"model.name=hf/{moved}"]) == 2
+    command("export", run, "--to", "peft", *there, code=2)
     assert not (run / "export" / "peft-fp32").exists()
-    capsys.readouterr()
-    # `verify` takes it, too, and compares the weights.
-    replay_config(read_recorded(run), [f"model.name=hf/{moved}"])
+    replay_config(read_recorded(run), there[1:])  # `verify` takes it, too, and compares the weights
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps({**config, "transformers_version": "1"}))
-    assert main(["evaluate", str(run), "--set", f"model.name=hf/{moved}"]) == 0
+    command(*evaluate, *there)
     (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    capsys.readouterr()
-    refusal(
-        main(["evaluate", str(run), "--set", f"model.name=hf/{moved}"]),
-        capsys.readouterr().err,
-        "model_config",
-    )
+    refuse([*evaluate, *there], "model_config")
 
 
 def test_the_tokenizer_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which language.tokenizer may have named; the base's own isn't what the model was trained with."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base = folder_of("llama", tmp_path / "base", vocab_size=500)
-    (base / "chat_template.jinja").write_text("the base's")
-    (base / "generation_config.json").write_text("{}")
+    write(base, {"chat_template.jinja": "the base's", "generation_config.json": "{}"})
     chat = chat_folder(tmp_path / "chat", template=CHATML, eos_token="<|endoftext|>")
-    (chat / "additional_chat_templates").mkdir()
-    (chat / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML)
+    tools = "additional_chat_templates/tool_use.jinja"
+    write(chat, {tools: CHATML})
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 12)
     one = {"global_batch_size": 1, "micro_batch_size": 1}
@@ -138,12 +127,10 @@ def test_the_tokenizer_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         language={"sequence_length": 48, "tokenizer": str(chat)},
         max_steps=1,
     )
-    done = attempt(tmp_path / "run", recipe)
-    assert done.code == 0, done.said
+    attempt(tmp_path / "run", recipe, code=0)
     for options in ([], ["--force"]):
-        assert main(["export", str(tmp_path / "run"), "--to", "transformers", *options]) == 0
+        command("export", tmp_path / "run", "--to", "transformers", *options)
     made = tmp_path / "run" / "export" / "transformers-fp32"
-    tools = "additional_chat_templates/tool_use.jinja"
     for name in ("chat_template.jinja", tools, "tokenizer.json", "tokenizer_config.json"):
         assert (made / name).read_bytes() == (chat / name).read_bytes()
     # A base model's end of a text isn't where the template's turns end, and generation is to stop there.

@@ -4,10 +4,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings as hypothesis_settings, strategies as st
 
+from tests.helpers.commands import refuse
 from tests.helpers.job_files import (
     HEX,
     IMAGE,
@@ -19,32 +21,23 @@ from tests.helpers.job_files import (
     run_script,
     words_of,
 )
-from tests.helpers.refusals import refusal
-from trainer.cli import main
+from tests.helpers.programs import ran
 
 PLACES = ("slurm", "kubernetes", "kubeflow", "docker")
-TEXT = st.text(
-    st.characters(
-        codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp"), exclude_characters="\ufeff\ufffe\uffff"
-    ),
-    max_size=12,
-)
+NOT: Any = {"exclude_categories": ("Cc", "Cs", "Zl", "Zp"), "exclude_characters": "\ufeff\ufffe\uffff"}
+TEXT = st.text(st.characters(codec="utf-8", **NOT), max_size=12)
 PATH = TEXT.filter(lambda name: name not in ("", ".", "..") and not set(name) & set('%:,"/'))
-ODD = [
-    "$(HOME) $x 'it\"s' \\",
-    "$$ `id` ;#",
-    "a\N{NO-BREAK SPACE}\N{GRINNING FACE}",
-    "- x: {{ y }} {% z %} *&!",
-]
+ODD = ["$(HOME) $x 'it\"s' \\", "$$ `id` ;#", "a\N{NO-BREAK SPACE}\N{GRINNING FACE}"]
+ODD += ["- x: {{ y }} {% z %} *&!"]
+VALUE = st.one_of(TEXT, st.sampled_from(ODD))
+NAME = st.from_regex("[A-Z][B-Z]{3,8}", fullmatch=True).filter(lambda n: "KEY" not in n and "TOKEN" not in n)
 
 
 @hypothesis_settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(PLACES),
-    st.lists(st.one_of(TEXT, st.sampled_from(ODD)), max_size=3),
-    st.dictionaries(
-        st.from_regex("[A-Z][B-Z]{3,8}", fullmatch=True), st.one_of(TEXT, st.sampled_from(ODD)), max_size=3
-    ),
+    st.lists(VALUE, max_size=3),
+    st.dictionaries(NAME, VALUE, max_size=3),
     PATH,
     PATH,
 )
@@ -62,9 +55,6 @@ def test_any_value_reaches_its_place(
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     given = [f"about={value!r}" for value in values]
-    environment = {
-        key: value for key, value in environment.items() if "KEY" not in key and "TOKEN" not in key
-    }
     words = [word for key, value in environment.items() for word in ("--env", f"{key}={value}")]
     source = f"{folder}/{source}" if place in ("slurm", "docker") else source
     words += ["--image", IMAGE, "--volume", f"{source}:/workspace/runs/{name}", "--out", f"runs/{name}/x"]
@@ -116,14 +106,13 @@ def test_memory_may_be_left_to_the_place_and_gpus_have_types(tmp_path: Path) -> 
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100"}
 
 
-def test_a_template_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_of_ones_own(tmp_path: Path) -> None:
     own = tmp_path / "mine"
     own.write_text(printed("slurm", "--print-template") + "# {{ about }}\n")
     # `about` is of a recipe, no value of a job; and a template gets at no class of Python's.
-    refusal(main(["job", "slurm", "digits", "--template", str(own)]), capsys.readouterr().err, own, "about")
+    refuse(["job", "slurm", "digits", "--template", own], own, "about")
     own.write_text("{{ ''.__class__.__mro__ }}{{ image }}{{ volumes }}")
-    code = main(["job", "kubernetes", "digits", *IN_IMAGE, "--template", str(own)])
-    refusal(code, capsys.readouterr().err, own, "__class__")
+    refuse(["job", "kubernetes", "digits", *IN_IMAGE, "--template", own], own, "__class__")
     own.write_text("{{ place }} {% for word in command %}{{ word }} {% endfor %}{{ run | safe }}\n")
     text = printed("slurm", "--template", str(own), "--out", "a b", "--venv", "/v", "about='x y'")
     out = Path("a b").absolute()
@@ -154,16 +143,11 @@ def limited(folder: Path, script: str, seconds: str, stop: str = "30") -> list[s
     return [*words[begin : begin + 4], f"--kill-after={stop}", seconds, sys.executable, "-c", script]
 
 
-@pytest.mark.parametrize(
-    ("script", "stop", "codes"), [(PEER, "120", {75}), (DEAF, "0.3", {137, -signal.SIGKILL})]
-)
-def test_the_time_limit_ends_an_attempt_with_its_checkpoint(
-    script: str, stop: str, codes: set[int], tmp_path: Path
-) -> None:
-    words = limited(tmp_path, script, "0.3", stop)
+def test_the_time_limit_ends_an_attempt_with_its_checkpoint(tmp_path: Path) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # it waits until it can be taken
     try:
-        assert subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode in codes
+        ran(*limited(tmp_path, PEER, "0.3", "120"), code=75)
+        assert ran(*limited(tmp_path, DEAF, "0.3", "0.3")).returncode in (137, -signal.SIGKILL)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -38,10 +38,11 @@ spec.trainer.resourcesPerNode.requests spec.trainer.resourcesPerNode.limits
 
 def fields(value: Any, where: str = "") -> set[str]:
     """The fields of a custom resource down to those of `FIELDS`; checks a Job's template in it."""
-    if where in FIELDS.split() or (not isinstance(value, dict) and not _of_dicts(value)):
+    several = value if isinstance(value, list) else [value]
+    if where in FIELDS.split() or not all(isinstance(one, dict) for one in several):
         return {where}
     found = set[str]()
-    for one in value if isinstance(value, list) else [value]:
+    for one in several:
         if where.endswith(".replicatedJobs"):
             job = one.pop("template")
             name = {"name": "x", **job.get("metadata", {})}
@@ -50,10 +51,6 @@ def fields(value: Any, where: str = "") -> set[str]:
         for name, inside in one.items():
             found |= fields(inside, f"{where}.{name}".removeprefix("."))
     return found
-
-
-def _of_dicts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def check_builtin(document: dict[str, Any]) -> None:
@@ -116,16 +113,12 @@ def test_pods_are_shut_in(place: str) -> None:
     pod = pod_of(rendered(place, "--user", "1234:99"))
     assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & set(pod)
-    assert pod["securityContext"] == {
-        **{"runAsNonRoot": True, "runAsUser": 1234, "runAsGroup": 99, "fsGroup": 99},
-        **{"fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}},
-    }
+    user = {"runAsNonRoot": True, "runAsUser": 1234, "runAsGroup": 99, "fsGroup": 99}
+    more = {"fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}}
+    assert pod["securityContext"] == {**user, **more}
     (node,) = pod["containers"]
-    assert node["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    shut = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
+    assert node["securityContext"] == {**shut, "capabilities": {"drop": ["ALL"]}}
     assert "command" not in node  # the entrypoint stays the first process
     assert not any("hostPath" in volume for volume in pod["volumes"])
     mounted = {one["mountPath"] for one in node["volumeMounts"]}
@@ -142,10 +135,8 @@ def test_only_pods_of_the_job_reach_its_pods(place: str) -> None:
     assert selected["app.kubernetes.io/instance"] == "mine"
     assert selected == indexed_job(objects)["template"]["metadata"]["labels"]
     (spread,) = pod_of(objects)["topologySpreadConstraints"]
-    assert (spread["whenUnsatisfiable"], spread["labelSelector"]) == (
-        "ScheduleAnyway",
-        {"matchLabels": selected},
-    )
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+    assert spread["labelSelector"] == {"matchLabels": selected}
     assert {one["metadata"]["namespace"] for one in objects.values()} == {"lab"}
 
 

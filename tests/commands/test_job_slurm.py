@@ -1,28 +1,21 @@
 """Promise: a batch script says what differs, starts its step alone, and goes on after 75 and 76 only."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.job_files import IN_IMAGE, printed, run_script, words_of
+from tests.helpers.programs import ran
 
-SHOWN = (
-    "JobId=7 JobName=x JobState=RUNNING Requeue={requeue} TimeLimit={limit} Partition={partition} "
-    "NumNodes={nodes} "
-)
-AS_PRINTED = {"requeue": "1", "limit": "1-00:00:00", "partition": "gpu", "nodes": "2"}
+SHOWN = "JobId=7 JobState={state} Requeue={requeue} TimeLimit={limit} Partition={partition} NumNodes={nodes} "
+AS_PRINTED = {"state": "RUNNING", "requeue": "1", "limit": "1-00:00:00", "partition": "gpu", "nodes": "2"}
 
 
-def slurm(state: str = "RUNNING", **changed: str) -> str:
+def slurm(**changed: str) -> str:
     """A scontrol that shows such a job, and writes down what is requeued."""
-    shown = SHOWN.format(**{**AS_PRINTED, **changed}).replace("RUNNING", state)
+    shown = SHOWN.format(**{**AS_PRINTED, **changed})
     return f"scontrol() {{ [ $1 = requeue ] && echo $2 >>requeued || echo '{shown}'; }}; sleep() {{ :; }}"
-
-
-def warning(text: str, folder: Path, **changed: str) -> str:
-    return run_script(text, folder, slurm(**changed)).stderr.decode()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +32,7 @@ def test_what_differs_from_what_was_printed_is_one_line(
     changed: dict[str, str], names: list[str], tmp_path: Path
 ) -> None:
     text = printed("slurm", "--out", str(tmp_path / "run"), "--nodes", "2-3", "--partition", "gpu,big")
-    said = warning(text, tmp_path, **changed)
+    said = run_script(text, tmp_path, slurm(**changed)).stderr.decode()
     assert said.count("\n") == bool(names) and all(name in said for name in names), said
 
 
@@ -49,7 +42,7 @@ def attempts(text: str, folder: Path, *codes: int, state: str = "RUNNING") -> li
     for number, code in enumerate(codes):
         marks.unlink(missing_ok=True)
         count = {"SLURM_RESTART_COUNT": str(number)} if number else {}
-        done = run_script(text, folder, slurm(state), CODE=str(code), **count)
+        done = run_script(text, folder, slurm(state=state), CODE=str(code), **count)
         assert done.returncode == code
         found.append(marks.exists())
         assert not found[-1] or marks.read_text() == "7\n"
@@ -95,12 +88,10 @@ def test_a_step_takes_nothing_from_the_job_in_whose_shell_it_was_sent(tmp_path: 
 def test_a_file_of_variables_is_read_when_the_job_runs(tmp_path: Path) -> None:
     secrets = tmp_path / "of the lab"
     secrets.write_text("# of the lab\nWANDB_API_KEY=a-b=c $x 'y\n\nPLAIN=file\nLAST=z")
-    words = ("--out", str(tmp_path / "x"), "--env-from", str(secrets), "--env", "PLAIN=typed")
-    text = printed("slurm", *words)
+    text = printed("slurm", "--out", str(tmp_path / "x"), "--env-from", str(secrets), "--env", "PLAIN=typed")
     assert "a-b=c" not in text
     _, environment = words_of(run_script(text, tmp_path, slurm()))
-    wanted = {"WANDB_API_KEY": "a-b=c $x 'y", "PLAIN": "typed", "LAST": "z"}
-    assert wanted.items() <= environment.items()
+    assert {"WANDB_API_KEY": "a-b=c $x 'y", "PLAIN": "typed", "LAST": "z"}.items() <= environment.items()
     secrets.unlink()
     assert run_script(text, tmp_path, slurm()).returncode == 2
 
@@ -114,9 +105,8 @@ def test_a_file_of_variables_is_read_when_the_job_runs(tmp_path: Path) -> None:
     ],
 )
 def test_pyxis_is_given_the_image(image: str, wanted: str, tmp_path: Path) -> None:
-    text = printed(
-        "slurm", "--image", image, "--volume", f"{tmp_path}:/workspace/runs", "--volume", "/d:/data:ro"
-    )
+    volumes = ["--volume", f"{tmp_path}:/workspace/runs", "--volume", "/d:/data:ro"]
+    text = printed("slurm", "--image", image, *volumes)
     words, _ = words_of(run_script(text, tmp_path, slurm()))
     assert f"--container-image={wanted}" in words
     assert f"--container-mounts={tmp_path}:/workspace/runs,/d:/data:ro" in words
@@ -149,5 +139,4 @@ def test_directives_stand_at_the_top_one_on_a_line() -> None:
         assert directives == list(range(2, 2 + len(directives)))
         names = [re.match(r"#SBATCH --([a-z-]+)(=|$)", lines[number]) for number in directives]
         assert all(names) and len({name[1] for name in names if name}) == len(names)
-        done = subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=False)
-        assert done.returncode == 0
+        ran("bash", "-n", input="\n".join(lines), code=0)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.helpers.chat_folders import CHATML, chat_folder
+from tests.helpers.commands import command, refuse
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of
 from tests.helpers.refusals import refused
 from tests.helpers.toys import make_recipe
-from trainer.cli import main
 from trainer.commands.export.hf import write_for_library
 from trainer.commands.predict.text import show_text
 from trainer.models.hf import HfLanguage
@@ -24,6 +24,7 @@ from trainer.observe.text import printable
 from trainer.train.model_of_run import open_run
 
 pytestmark = NEEDS
+Capsys = pytest.CaptureFixture[str]
 END, TURN, TEMPLATE = 250, 251, 252
 
 
@@ -79,9 +80,7 @@ def answered(model: Says, chat: Chat, folder: Path | None = None, **options: Any
 
 
 @pytest.mark.parametrize("end", [END, TURN, TEMPLATE])
-def test_it_answers_up_to_the_end_of_its_turn(
-    end: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_answers_up_to_the_end_of_its_turn(end: int, tmp_path: Path, capsys: Capsys) -> None:
     folder = folder_of("llama", tmp_path)
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{END}, {TURN}]}}')
     chat = Chat()
@@ -91,8 +90,7 @@ def test_it_answers_up_to_the_end_of_its_turn(
 
 
 def test_nothing_said_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "none.txt").write_text("\n \n")
-    none = tmp_path / "none.txt"
+    (none := tmp_path / "none.txt").write_text("\n \n")
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("--prompt", {"prompt": ["why?", ""]}),
         ("--prompts", {"prompts": none}),
@@ -105,7 +103,7 @@ def test_nothing_said_is_one_line(tmp_path: Path) -> None:
             answered(Says(b"", END), Chat(), **keys)
 
 
-def test_several_turns_and_a_system_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_turns_and_a_system_prompt(capsys: Capsys) -> None:
     chat = Chat()
     assert answered(Says(b"so", END), chat, prompt=["why?", "and?"], system="Be kind") == 0
     assert capsys.readouterr().out == "so\nso\n"
@@ -124,9 +122,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("form", "system"), [("txt", None), ("jsonl", "Be kind")])
-def test_a_file_of_prompts(
-    form: str, system: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_prompts(form: str, system: str | None, tmp_path: Path, capsys: Capsys) -> None:
     file, chat = tmp_path / f"a.{form}", Chat()
     file.write_text("why?\n" * 5 if form == "txt" else "".join(json.dumps(row) + "\n" for row in ROWS))
     assert answered(Says(b"so", END), chat, prompt=None, prompts=file, system=system) == 0
@@ -147,7 +143,7 @@ def test_a_file_of_prompts(
     ],
 )
 def test_a_row_that_cannot_be_answered_is_named_before_any_is(
-    row: dict[str, Any], names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: dict[str, Any], names: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row) + "\n")
@@ -170,12 +166,9 @@ def test_what_is_drawn_from_is_what_transformers_draws_from(top_p: float) -> Non
             return logits.expand(1, tokens.shape[1], 50)
 
     kept = transformers.TopPLogitsWarper(top_p=top_p)(None, logits[None])[0] if top_p < 1 else logits
-    drawn = generated(
-        Fixed(), torch.zeros(1, dtype=torch.int64), 400, 1.0, torch.Generator().manual_seed(1), top_p=top_p
-    )
-    theirs, random = [], torch.Generator().manual_seed(1)
-    for _ in range(400):
-        theirs.append(int(torch.multinomial(kept.softmax(0), 1, generator=random)))
+    ours, random = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    drawn = generated(Fixed(), torch.zeros(1, dtype=torch.int64), 400, 1.0, ours, top_p=top_p)
+    theirs = [int(torch.multinomial(kept.softmax(0), 1, generator=random)) for _ in range(400)]
     assert list(drawn) == theirs and {*theirs} <= {*kept.isfinite().nonzero().flatten().tolist()}
 
 
@@ -201,8 +194,7 @@ def trained(folder: Path, family: str | None, **changed: Any) -> Path:
         optim={"lr": 1e-7},
         max_steps=1,
     )
-    done = attempt(folder / "run", recipe)
-    assert done.code == 0, done.said
+    attempt(folder / "run", recipe, code=0)
     return folder / "run"
 
 
@@ -212,55 +204,41 @@ def generate(run: Path, prompt: str, tokens: int) -> tuple[str, int, int]:
 
     folder = run / "out"
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    said = [{"role": "user", "content": prompt}]
-    asked = tokenizer.apply_chat_template(
-        said, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    said, how = [{"role": "user", "content": prompt}], {"return_dict": True, "return_tensors": "pt"}
+    asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, **how)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     length = asked["input_ids"].shape[1]
     made = model.generate(**asked, max_new_tokens=tokens, do_sample=False)[0, length:].tolist()
-    ends = model.generation_config.eos_token_id
-    made = [one for one in made if one not in ends]
+    made = [one for one in made if one not in model.generation_config.eos_token_id]
     return tokenizer.decode(made), len(made), length
 
 
 @pytest.mark.parametrize(("family", "changed"), [("mistral", {"sliding_window": 7}), ("gpt2", {})])
 def test_an_answer_is_what_generate_says_of_the_exported_folder(
-    family: str,
-    changed: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where question or answer are longer than the samples that were learned; to the last place."""
     run = trained(tmp_path, family, **changed)
     opened = open_run(run)
     (run / "out").mkdir()
     write_for_library("transformers", opened, opened.model, run / "out")
-    asked = ["predict", str(run), "--temperature", "0", "--prompt"]
+    asked = ["predict", run, "--temperature", 0, "--prompt"]
     for name, question in QUESTIONS.items():
         *_, length = generate(run, question, 1)
         assert length < SHORT if name == "short" else SHORT < length < LONG - 20
         for tokens, most in ((20, 20), (LONG, LONG + 1 - length))[name == "short" :]:
             wanted, count, _ = generate(run, question, most)
-            capsys.readouterr()
             with monkeypatch.context() as alone:  # a token is computed from what was kept of those before it
                 alone.setattr(HfLanguage, "forward", None)
-                assert main([*asked, question, "--tokens", str(tokens)]) == 0
-            told = capsys.readouterr()
+                told = command(*asked, question, "--tokens", tokens)
             assert told.out == printable(wanted) + "\n"
             assert len(told.err.splitlines()) == (count == most < tokens), "one line where places are full"
-    capsys.readouterr()
-    assert main([*asked, "the cat " * LONG]) == 2
-    told = capsys.readouterr()
-    assert (told.out, len(told.err.splitlines())) == ("", 1)
+    refuse([*asked, "the cat " * LONG])
 
 
-def test_our_own_gpt_answers_within_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_own_gpt_answers_within_its_places(tmp_path: Path) -> None:
     """A window would take the begin of the question away, and what makes it one."""
     run = trained(tmp_path, None)
-    capsys.readouterr()
-    assert main(["predict", str(run), "--prompt", QUESTIONS["long"]]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert main(["predict", str(run), "--prompt", "a", "--tokens", "99", "--temperature", "99"]) == 0
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    refuse(["predict", run, "--prompt", QUESTIONS["long"]])
+    told = command("predict", run, "--prompt", "a", "--tokens", 99, "--temperature", 99)
+    assert len(told.err.splitlines()) == 1

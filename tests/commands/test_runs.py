@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.commands import command, refuse
+from tests.helpers.planted import write
 from tests.helpers.refusals import named
-from trainer.cli import main
 from trainer.runs.manifest import FORMAT
+
+TRAIN, EVAL = "metrics.jsonl", "evaluations.jsonl"
 
 
 def made(root: Path, name: str, days: float, rows: str = "", **facts: Any) -> Path:
     """A run folder that was last written so many days ago."""
-    folder = root / name
-    folder.mkdir(parents=True)
     told = {"format": FORMAT, "recipe": "digits", "config": {}, "status": "finished", "steps": 12, **facts}
-    (folder / "manifest.json").write_text(json.dumps(told))
-    (folder / "evaluations.jsonl").write_text(rows)
+    folder = write(root / name, {"manifest.json": json.dumps(told), EVAL: rows})
     for file in folder.iterdir():
         os.utime(file, (time.time() - days * 86400 - 5,) * 2)
     return folder
 
 
-ROWS = "".join(
-    json.dumps({"kind": "eval", "step": step, "seconds": 1.0, "loss": loss, "accuracy": right}) + "\n"
+ROWS = "\n".join(
+    json.dumps({"kind": "eval", "step": step, "seconds": 1.0, "loss": loss, "accuracy": right})
     for step, loss, right in ((6, 0.5, 0.75), (12, 0.4, 0.625))
 )
 
@@ -46,25 +46,23 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], str]:
-    assert main(["runs", *words]) == 0
-    told = capsys.readouterr()
-    return told.out.splitlines(), told.err
+def listed(*words: object) -> list[str]:
+    return command("runs", *words).out.splitlines()
 
 
-def test_the_newest_is_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    heading, *lines = listed(capsys)[0]
+def test_the_newest_is_first(runs: Path) -> None:
+    heading, *lines = listed()
     assert len(lines) == 2
     assert named(lines[0], "new mine finished 12", "0.625 error 3 d")
     assert named(lines[1], "old digits finished 12", "0.75 accuracy 9 d")
-    assert listed(capsys, str(runs))[0] == [heading, *lines]
-    one = listed(capsys, "runs/old")[0]
-    assert one == listed(capsys, "old")[0] and named(one[1], "old digits") and "new" not in "".join(one)
+    assert listed(runs) == [heading, *lines]
+    one = listed("runs/old")
+    assert one == listed("old") and named(one[1], "old digits") and "new" not in "".join(one)
 
 
-def test_for_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_programs(runs: Path) -> None:
     shutil.rmtree(runs / "new")
-    told = json.loads("\n".join(listed(capsys, "--json")[0]))
+    told = json.loads(command("runs", "--json").out)
     (one,) = told["runs"]
     size, age_s = one.pop("bytes"), one.pop("age_s")
     assert size == sum(file.stat().st_size for file in (runs / "old").iterdir())
@@ -74,7 +72,7 @@ def test_for_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["unreadable"] == []
 
 
-def test_what_cannot_be_read_is_a_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_a_line(runs: Path) -> None:
     made(runs, "older", 1, format=1)
     (made(runs, "torn", 1) / "manifest.json").write_text("{")
     linked = made(runs, "linked", 1) / "manifest.json"
@@ -83,52 +81,37 @@ def test_what_cannot_be_read_is_a_line(runs: Path, capsys: pytest.CaptureFixture
     pipe = made(runs, "pipe", 1) / "manifest.json"
     pipe.unlink()
     os.mkfifo(pipe)
-    odd = made(
-        runs, "odd", 0, 'what\n{"step": "x", "accuracy": "high"}\n[1]\n', status=["\x1b[31m"], steps="y"
-    )
+    rows = 'what\n{"step": "x", "accuracy": "high"}\n[1]\n'
+    odd = made(runs, "odd", 0, rows, status=["\x1b[31m"], steps="y")
     (odd / "metrics.jsonl").write_text('{"step": 40}\n{"st')
     (odd / "evaluations.jsonl").chmod(0o600)
-    lines, errors = listed(capsys)
+    out, errors = command("runs")
+    lines = out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["odd", "new", "old"]
     assert "\x1b" not in lines[1] and " 40 " in lines[1]
     assert len(errors.splitlines()) == 4
     assert all(errors.count(f"runs/{name}") == 1 for name in ("older", "torn", "linked", "pipe"))
-    told = json.loads("\n".join(listed(capsys, "--json")[0]))
+    told = json.loads(command("runs", "--json").out)
     assert {one["name"] for one in told["unreadable"]} == {"older", "torn", "linked", "pipe"}
 
 
-def test_one_that_goes_on_and_one_that_was_killed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_goes_on_and_one_that_was_killed(runs: Path) -> None:
     going = made(runs, "going", 0, status="running", steps=None)
     (going / "metrics.jsonl").write_text('{"step": 40}\n{"step": 50}\n{"step": 60')
     (going / ".lock").touch()
-    assert ["going", "digits", "killed", "50"] in [line.split()[:4] for line in listed(capsys)[0]]
+    assert ["going", "digits", "killed", "50"] in [line.split()[:4] for line in listed()]
     (going / ".lock").unlink()
-    assert ["going", "digits", "running", "50"] in [line.split()[:4] for line in listed(capsys)[0]]
+    assert ["going", "digits", "running", "50"] in [line.split()[:4] for line in listed()]
 
 
 @pytest.mark.parametrize("sign", ["\n9 fake", "\u202e", "\x1b]0;title\x07"])
-def test_names_that_steer_a_terminal_are_shown_on_their_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sign: str
-) -> None:
+def test_names_that_steer_a_terminal_are_shown_on_their_line(tmp_path: Path, sign: str) -> None:
     good = made(tmp_path / "runs", f"a{sign}b", 1, recipe=f"mine{sign}".encode("utf-8", "replace").decode())
     made(tmp_path / "runs", f"c{sign}d", 1).joinpath("manifest.json").write_text("no JSON")
-    rows, told = listed(capsys, str(tmp_path / "runs"))
-    assert len(rows) == 2 and told.count("\n") == 1
-    assert main(["runs", str(good)]) == 0
-    assert main(["runs", f"{good}-not-there"]) == 2
-    shown = capsys.readouterr()
-    text = "".join([*rows, told, shown.out, shown.err])
-    assert all(each.isprintable() or each == "\n" for each in text)
-    assert (shown.out + shown.err).count("\n") == 4
-
-
-def checkpoint(folder: Path, step: int, run_id: str = "1") -> None:
-    saved = folder / "checkpoints" / f"step-{step:08}"
-    saved.mkdir(parents=True)
-    (saved / "state.json").write_text(json.dumps({"format": 1, "step": step, "state": {"run_id": run_id}}))
-
-
-TRAIN, EVAL = "metrics.jsonl", "evaluations.jsonl"
+    none = refuse(["runs", f"{good}-not-there"])
+    listed_all, one = command("runs", tmp_path / "runs"), command("runs", good)
+    assert [text.count("\n") for text in (*listed_all, *one, none)] == [2, 1, 3, 0, 1]
+    assert all(each.isprintable() or each == "\n" for each in "".join([*listed_all, *one, none]))
 
 
 @pytest.mark.parametrize(
@@ -143,17 +126,13 @@ TRAIN, EVAL = "metrics.jsonl", "evaluations.jsonl"
     ],
 )
 def test_the_steps_done_are_those_of_the_last_record_or_checkpoint(
-    status: str,
-    rows: dict[str, list[int]],
-    saved: list[tuple[int, str]],
-    step: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    status: str, rows: dict[str, list[int]], saved: list[tuple[int, str]], step: int, tmp_path: Path
 ) -> None:
     folder = made(tmp_path, "one", 1, status=status, run_id="1", steps=None, planned_steps=60)
     for name, steps in rows.items():
         (folder / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
     for at, run_id in saved:
-        checkpoint(folder, at, run_id)
-    (one,) = json.loads("\n".join(listed(capsys, str(tmp_path), "--json")[0]))["runs"]
+        state = json.dumps({"format": 1, "step": at, "state": {"run_id": run_id}})
+        write(folder, {f"checkpoints/step-{at:08}/state.json": state})
+    (one,) = json.loads(command("runs", tmp_path, "--json").out)["runs"]
     assert (one["step"], one["planned_steps"]) == (step, 60)

@@ -1,16 +1,14 @@
 """Prints the file of a job, and reads it back as its place does."""
 
 import csv
-import io
 import itertools
 import subprocess
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainer.cli import main
+from tests.helpers.commands import command
 
 HEX = 64 * "a"
 IMAGE = f"registry.example/trainer@sha256:{HEX}"
@@ -26,10 +24,7 @@ apptainer() { said "$@"; }
 
 def printed(place: str, *words: str, recipe: str = "digits") -> str:
     """What `trainer job PLACE RECIPE WORDS` prints."""
-    said = io.StringIO()
-    with redirect_stdout(said):
-        assert main(["job", place, recipe, *words]) == 0
-    return said.getvalue()
+    return command("job", place, recipe, *words).out
 
 
 def run_script(

@@ -1,7 +1,6 @@
 """Promise: nothing in a run folder makes us write, read or remove outside of it, hang, or fill the memory."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -11,8 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.commands import command
 from tests.helpers.forked import attempt, small
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
+from tests.helpers.run_folders import manifest
 from trainer import cli
 from trainer.commands.verify.recorded import read_recorded
 from trainer.commands.verify.verify import altered_files
@@ -39,7 +41,7 @@ _MOST = 8  # attempts, each with more names that were refused put back
 _SECONDS = 60  # a command that reads something endless never ends
 
 
-# --- what stands in the place of a file or folder; `victim` is outside ---
+# What stands in the place of a file or folder; `victim` is outside.
 
 
 def link(path: Path, victim: Path) -> None:
@@ -65,25 +67,9 @@ def folder(path: Path, _: Path) -> None:
     path.mkdir()
 
 
-def holes(path: Path, _: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(10 << 30)
-
-
 Kind = Callable[[Path, Path], None]
 LEADS: Sequence[Kind] = (link, dangling, hard_link, fifo)
 ODD: Sequence[Kind] = (*LEADS, folder)
-
-
-# --- the table: each function that opens a file of a run folder ---
-
-
-def _reads(path: Path) -> None:
-    os.close(open_inside(path))
-
-
-def _writes(path: Path) -> None:
-    os.close(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
 
 
 def _of_folder(path: Path) -> None:
@@ -91,20 +77,13 @@ def _of_folder(path: Path) -> None:
         pass
 
 
-def _own(path: Path) -> None:
-    os.close(open_own(path, os.O_RDONLY, alone=False, links=True))
-
-
 def _whole(path: Path) -> None:
     with written_whole(path) as beside:
         beside.write_text("mine")
 
 
-ROW: Any = {"kind": "train", "step": 1, "loss": 0.5}
-
-
 class Opens(NamedTuple):
-    """A function that opens a file: the file's name, and the kinds that it takes or replaces."""
+    """What opens a file of a run folder: the file's name, and the kinds that it takes or replaces."""
 
     call: Callable[[Path], object]
     name: str = "rows.jsonl"
@@ -112,13 +91,15 @@ class Opens(NamedTuple):
 
 
 OPENS = {
-    "open_inside": Opens(_reads, takes=[hard_link]),
+    "open_inside": Opens(lambda path: os.close(open_inside(path)), takes=[hard_link]),
     "read_inside": Opens(lambda path: read_inside(path, 100), takes=[hard_link]),
     "lines_inside": Opens(lambda path: list(lines_inside(path)), takes=[hard_link]),
     "hash_inside": Opens(hash_inside, takes=[hard_link]),
     "opened_file": Opens(_of_folder, takes=[hard_link]),
-    "open_own": Opens(_writes),
-    "open_own, links": Opens(_own, takes=[link, hard_link]),
+    "open_own": Opens(lambda path: os.close(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))),
+    "open_own, links": Opens(
+        lambda path: os.close(open_own(path, os.O_RDONLY, alone=False, links=True)), takes=[link, hard_link]
+    ),
     "written_whole": Opens(_whole, takes=LEADS),
     "own_folder": Opens(own_folder, "profile", [folder]),
     "jsonl_sink": Opens(lambda path: jsonl_sink(path.parent), "metrics.jsonl"),
@@ -132,24 +113,18 @@ OPENS = {
 
 def _look(outside: Path) -> dict[str, Any]:
     """What lies there, and how: names, modes, times, contents."""
-    return {
-        str(path.relative_to(outside)): (
-            path.lstat().st_mode,
-            path.lstat().st_mtime_ns,
-            path.read_bytes() if path.is_file() else b"",
-        )
-        for path in sorted(outside.rglob("*"))
-    }
+    found = {path.relative_to(outside): path for path in sorted(outside.rglob("*"))}
+    times = {str(name): (path.lstat().st_mode, path.lstat().st_mtime_ns) for name, path in found.items()}
+    return {**times, "": [path.read_bytes() for path in found.values() if path.is_file()]}
 
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", OPENS)
 def test_each_function_refuses_what_is_no_file_of_the_folder(tmp_path: Path, name: str, kind: Kind) -> None:
     opens, run, outside = OPENS[name], tmp_path / "run", tmp_path / "outside"
-    for made in (run, outside):
-        made.mkdir()
-    victim = outside / opens.name
-    victim.write_text('{"kind": "train", "step": 1}\n')
+    run.mkdir()
+    outside.mkdir()
+    (victim := outside / opens.name).write_text('{"kind": "train", "step": 1}\n')
     kind(run / opens.name, victim)
     before = _look(outside)
     if kind in opens.takes:
@@ -167,7 +142,8 @@ def test_what_is_read_has_a_bound(tmp_path: Path) -> None:
     assert list(lines_inside(file)) == [b"a\n", b"b\n", b"c"]
     with refused(file, by=OSError):
         read_inside(file, 4)
-    holes(tmp_path / "holes", file)
+    with (tmp_path / "holes").open("wb") as holes:
+        holes.truncate(10 << 30)
     with refused("holes", by=OSError):
         list(lines_inside(tmp_path / "holes"))
 
@@ -176,8 +152,7 @@ def test_links_of_a_hugging_face_snapshot_are_read_and_no_others(tmp_path: Path)
     cache = tmp_path / "models--me--mine"
     run, blobs = cache / "snapshots" / "abc" / "run", cache / "blobs"
     run.mkdir(parents=True)
-    blobs.mkdir()
-    (blobs / "b1").write_text("{}\n")
+    put(blobs, "b1", content=b"{}\n")
     (run / "manifest.json").symlink_to("../../../blobs/b1")
     assert read_inside(run / "manifest.json", 100) == b"{}\n"
     (tmp_path / "secret").write_text("secret")
@@ -212,16 +187,11 @@ def test_a_pipe_that_a_user_names_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_folder_follows_nothing(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    (theirs / "inner").mkdir(parents=True)
-    (theirs / "inner" / "file").write_text("whole")
+    theirs = put(tmp_path / "theirs", "inner/file")
     for number, kind in enumerate((link, dangling, fifo)):
         kind(theirs / "inner" / str(number), theirs / "inner" / "file")
     copy_folder(theirs, tmp_path / "copy")
     assert [path.name for path in sorted((tmp_path / "copy").rglob("*"))] == ["inner", "file"]
-
-
-# --- whole runs and commands, with something else in the place of every name ---
 
 
 TALKATIVE = small(log={"every": 2, "to": ["jsonl", "tensorboard"]})  # writes all that it can
@@ -231,28 +201,20 @@ TALKATIVE = small(log={"every": 2, "to": ["jsonl", "tensorboard"]})  # writes al
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run that was stopped after step 8, and the same one at its end, with what commands wrote there."""
     root = tmp_path_factory.mktemp("written")
-    assert attempt(root / "half", TALKATIVE, stop_at=8).code == 75
-    shutil.copytree(root / "half", root / "end")
-    ended = attempt(root / "end", TALKATIVE)
-    assert ended.code == 0, ended.said
-    for words in (["report"], ["export", "--to", "safetensors"]):
-        assert cli.main([words[0], str(root / "end"), *words[1:]]) == 0
+    attempt(root / "half", TALKATIVE, stop_at=8, code=75)
+    attempt(shutil.copytree(root / "half", root / "end"), TALKATIVE, code=0)
+    command("report", root / "end")
+    command("export", root / "end", "--to", "safetensors")
     return root / "half", root / "end"
 
 
-MORE = (
-    ".writable profile anomalies.jsonl quarantine.jsonl trackers wandb mlflow begun-from memory_summary.txt"
-)
+MORE = ".writable profile anomalies.jsonl quarantine.jsonl trackers wandb mlflow begun-from"
 
 
 def _names(*folders: Path) -> list[str]:
     """All names in run folders, but in checkpoints; and names beside each that could be guessed."""
-    found = {
-        str(path.relative_to(one))
-        for one in folders
-        for path in one.rglob("*")
-        if "step-" not in str(path.relative_to(one).parent)
-    }
+    below = [path.relative_to(one) for one in folders for path in one.rglob("*")]
+    found = {str(path) for path in below if "step-" not in str(path.parent)}
     beside = {f"{name}.tmp" for name in found} | {str(Path(name).with_suffix(".tmp")) for name in found}
     return sorted({*found, *MORE.split(), LOGS, "memory_summary.txt", "memory_snapshot.pickle", *beside})
 
@@ -262,6 +224,10 @@ def _take_away(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _copy(source: Path, to: Path) -> None:
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, to)
 
 
 def _plant(run: Path, outside: Path, sources: tuple[Path, ...]) -> list[str]:
@@ -275,7 +241,7 @@ def _plant(run: Path, outside: Path, sources: tuple[Path, ...]) -> list[str]:
         if source is None:
             victim.write_text("somebody's\n")
         else:
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, victim)
+            _copy(source, victim)
         _take_away(run / name)
         link(run / name, victim)
     return tops
@@ -286,8 +252,7 @@ def test_no_name_in_a_run_folder_leads_what_a_resumed_run_writes_outside(
 ) -> None:
     """Every name at once; one that is refused is named in one line, put back, and the rest is tried again."""
     half, _ = written
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    shutil.copytree(half, run)
+    run, outside = shutil.copytree(half, tmp_path / "run"), tmp_path / "outside"
     left = _plant(run, outside, written)
     before = _look(outside)
     for _ in range(_MOST):
@@ -303,9 +268,9 @@ def test_no_name_in_a_run_folder_leads_what_a_resumed_run_writes_outside(
         for name in refused_now:
             _take_away(run / name)
             if (half / name).exists():
-                (shutil.copytree if (half / name).is_dir() else shutil.copy)(half / name, run / name)
+                _copy(half / name, run / name)
     assert ended.code == 0, ended
-    assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
+    assert manifest(run)["status"] == "finished"
     assert not (run / "model.safetensors").is_symlink()
 
 
@@ -313,12 +278,10 @@ def test_no_name_in_a_run_folder_leads_what_a_resumed_run_writes_outside(
 def test_no_name_leads_what_commands_write_outside(
     tmp_path: Path, written: tuple[Path, Path], kind: Kind
 ) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    shutil.copytree(written[1], run)
+    run, outside = shutil.copytree(written[1], tmp_path / "run"), tmp_path / "outside"
     outside.mkdir()
     for name in ("report.html", "export", ".report.html.tmp", "report.tmp"):
-        victim = outside / name.strip(".")
-        victim.write_text("somebody's\n")
+        (victim := outside / name.strip(".")).write_text("somebody's\n")
         _take_away(run / name)
         kind(run / name, victim)
     before = _look(outside)

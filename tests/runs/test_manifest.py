@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import planted
 from tests.helpers.manifests import least_manifest
 from tests.helpers.refusals import refused
 from trainer.runs.manifest import Manifest, read_facts, read_run, read_stored, update_manifest
@@ -21,8 +22,7 @@ KEYS = """
 
 
 def write(folder: Path, facts: Any) -> Path:
-    (folder / "manifest.json").write_text(json.dumps(facts))
-    return folder
+    return planted.write(folder, {"manifest.json": json.dumps(facts)})
 
 
 def test_what_is_written_is_read_again_with_the_same_keys(tmp_path: Path) -> None:
@@ -49,19 +49,13 @@ def test_the_least_that_any_version_wrote_is_enough_and_more_is_no_harm(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"status": "over"}, "status"),
-        ({"planned_steps": "4"}, "planned_steps"),
-        ({"config": {"parallel": 5}}, "config"),
-    ],
+    ("odd", "key"),
+    [("over", "status"), ("4", "planned_steps"), ({"parallel": 5}, "config")],
 )
-def test_an_odd_value_is_one_line_and_a_report_still_has_the_rest(
-    tmp_path: Path, change: Any, said: str
-) -> None:
+def test_an_odd_value_is_one_line_and_a_report_still_has_the_rest(tmp_path: Path, odd: Any, key: str) -> None:
     """Who resumes or verifies needs each value as it should be; who looks at it takes what is there."""
-    write(tmp_path, least_manifest(**change))
-    with refused(tmp_path / "manifest.json", said):
+    write(tmp_path, least_manifest(**{key: odd}))
+    with refused(tmp_path / "manifest.json", key):
         read_run(tmp_path)
     assert read_facts(tmp_path)["run_id"] == "1"
 

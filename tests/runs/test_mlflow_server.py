@@ -17,9 +17,10 @@ import pytest
 from tests.helpers.forked import attempt, small
 from tests.helpers.plugged import patiently
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import manifest
 from tests.helpers.toys import before_each_step_ends
 from tests.helpers.waiting import until, until_gone
-from tests.runs.test_trackers import SECRET, alone, logged, manifest
+from tests.runs.test_trackers import SECRET, alone, logged
 from trainer.errors import EXIT_REQUEUE
 
 __all__ = ["alone"]  # a fixture
@@ -40,18 +41,12 @@ def server(tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     for module in ("mlflow", "sqlalchemy", "alembic", "flask"):
         pytest.importorskip(module, reason=f"{module} is not installed")
     store = str(tmp_path / "server")
-    environment = {
-        **os.environ,
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "_MLFLOW_SERVER_FILE_STORE": store,
-        "_MLFLOW_SERVER_ARTIFACT_ROOT": store,
-    }
+    environment = dict.fromkeys(("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"), "true")
+    places = dict.fromkeys(("_MLFLOW_SERVER_FILE_STORE", "_MLFLOW_SERVER_ARTIFACT_ROOT"), store)
+    how: Any = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **environment, **places}}
     with (
         (tmp_path / "server.log").open("w") as log,
-        subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-        ) as process,
+        subprocess.Popen([sys.executable, "-c", SERVER], stderr=log, **how) as process,
     ):
         assert process.stdout is not None
         port = process.stdout.readline().strip()
@@ -75,11 +70,10 @@ def test_mlflow_server(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     run = tmp_path / "run"
     recipe = small(**logged("mlflow"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}")
-    assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
+    attempt(run, recipe, stop_after=7, before=patiently, code=EXIT_REQUEUE)
     (id_,) = manifest(run)["trackers"].values()
     assert ask("runs/get", run_id=id_)["run"]["info"]["status"] == "KILLED"
-    done = attempt(run, recipe, before=patiently)
-    assert done.code == 0, done.said
+    done = attempt(run, recipe, before=patiently, code=0)
     assert f"mlflow       run {id_} of {address}" in done.said
     assert manifest(run)["trackers"] == {"mlflow": id_}
     there = ask("runs/get", run_id=id_)["run"]
@@ -105,8 +99,7 @@ def test_mlflow_server(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         patiently()
         before_each_step_ends(die)
 
-    lost = attempt(other, small(**logged("mlflow")), before=before)
-    assert lost.code == 0, lost.said
+    lost = attempt(other, small(**logged("mlflow")), before=before, code=0)
     assert lost.said.count("trainer: mlflow: ") == 2, lost.said
     assert "records didn't reach it" in lost.said
     assert manifest(other)["status"] == "finished"

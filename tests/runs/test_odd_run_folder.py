@@ -20,8 +20,6 @@ from trainer import cli
 from trainer.host.disks import Mount
 from trainer.train.start import job as start
 
-# Files of ours that say something odd.
-
 
 def with_tensors(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
     def changed_file(path: Path) -> None:
@@ -39,14 +37,16 @@ ODD_CHECKPOINTS = {
 }
 
 
+@pytest.fixture
+def folder(tmp_path: Path, stopped: Path) -> Path:
+    return changed(tmp_path / "run", stopped)
+
+
 @pytest.mark.parametrize(("change", "said"), ODD_CHECKPOINTS.values(), ids=ODD_CHECKPOINTS)
-def test_an_odd_checkpoint_is_one_line(
-    tmp_path: Path, stopped: Path, change: Callable[[Path], object], said: str
-) -> None:
-    folder = changed(tmp_path / "run", stopped)
+def test_an_odd_checkpoint_is_one_line(folder: Path, change: Callable[[Path], object], said: str) -> None:
     rewrite(folder, change)
-    refused = attempt(folder)
-    assert (refused.code, refused.said) == (2, "")
+    refused = attempt(folder, code=2)
+    assert refused.said == ""
     assert "step-00000008: isn't a checkpoint of this run" in refused.line and said in refused.line
 
 
@@ -54,12 +54,11 @@ def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
     """Its losses and metrics aren't finite, for which JSON has no word."""
     folder = tmp_path / "run"
     recipe = small(optim={"name": "sgd", "lr": 1e30}, log={"every": 16}, anomaly={"nonfinite": "off"})
-    assert attempt(folder, recipe, stop_at=12).code == 75
+    attempt(folder, recipe, stop_at=12, code=75)
     state = json.loads((folder / "checkpoints" / "step-00000012" / "state.json").read_text())["state"]
     assert state["losses"] == ["nan"]
-    assert attempt(folder, recipe).code == 1
-    again = attempt(folder, recipe)
-    assert again.code == 1 and "is diverged already" in again.said
+    attempt(folder, recipe, code=1)
+    assert "is diverged already" in attempt(folder, recipe, code=1).said
 
 
 FORCED: dict[str, tuple[dict[str, Any], str]] = {
@@ -69,14 +68,10 @@ FORCED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("sections", "said"), FORCED.values(), ids=FORCED)
-def test_what_cannot_be_forced_is_one_line(
-    tmp_path: Path, stopped: Path, sections: dict[str, Any], said: str
-) -> None:
-    folder = changed(tmp_path / "run", stopped)
+def test_what_cannot_be_forced_is_one_line(folder: Path, sections: dict[str, Any], said: str) -> None:
     before = (folder / "manifest.json").read_text()
-    refused = attempt(folder, small(**sections), "force")
-    assert (refused.code, refused.said) == (2, "")
-    assert re.search(said, refused.line)
+    refused = attempt(folder, small(**sections), "force", code=2)
+    assert refused.said == "" and re.search(said, refused.line)
     assert (folder / "manifest.json").read_text() == before
 
 
@@ -87,17 +82,14 @@ def test_a_run_that_goes_with_its_container_says_so_at_once(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.runs.folder.read_mount", lambda _: Mount("overlay", "/", how))
     monkeypatch.setattr(start, "launch", prepare_only)
-    for words, folder in (([], "runs"), (["--out", "deep/mine"], "deep/mine")):
+    for words, place in (([], "runs"), (["--out", "deep/mine"], "deep/mine")):
         with pytest.raises(AssertionError):  # the ranks would train
             cli.main(["train", "digits", *words])
-        name = Path(folder).name
-        told = f'docker run -u "$(id -u):$(id -g)" -v "$PWD"/{name}:{tmp_path}/{folder} '
+        told = f'docker run -u "$(id -u):$(id -g)" -v "$PWD"/{Path(place).name}:{tmp_path}/{place} '
         assert (told in capsys.readouterr().err) == (how == "container layer")
 
 
-def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
-    folder = changed(tmp_path / "run", stopped)
-
+def test_a_read_only_folder_is_one_line(folder: Path) -> None:
     def read_only() -> None:
         opened = os.open
 
@@ -108,6 +100,6 @@ def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
 
         replace(os, "open", refuse)
 
-    ended = attempt(folder, before=read_only)
-    assert (ended.code, ended.said) == (2, "")
+    ended = attempt(folder, before=read_only, code=2)
+    assert ended.said == ""
     assert named(ended.line, folder, os.strerror(errno.EROFS))

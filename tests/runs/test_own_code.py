@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.refusals import refusal, refused
-from trainer import cli
+from tests.helpers.commands import command, refuse
+from tests.helpers.planted import write
+from tests.helpers.refusals import refused
+from tests.helpers.run_folders import manifest
 from trainer.config.own_code import own_code
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, provisional
@@ -56,63 +58,46 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     hook = "class Hook:\n    def after_step(self, row):\n        open('hooked', 'w')\n"
     hook += "def sink(row):\n    open('sunk', 'w')\n"
-    for name, text in {"task.py": TASK, "net.py": NET, "own.py": hook, "both.py": TASK + OTHER}.items():
-        (folder / name).write_text(text)
-    return folder
+    return write(folder, {"task.py": TASK, "net.py": NET, "own.py": hook, "both.py": TASK + OTHER})
 
 
-def printed(error: str) -> Sequence[str]:
+def printed(words: str | Sequence[object], *names: object) -> list[str]:
     """The command in the line of a refusal, without `trainer`."""
+    error = refuse(words, *names)
     return shlex.split(error[error.rindex(": trainer ") + 2 :])[1:]
 
 
-COMMANDS = {
-    "evaluate": ["evaluate", "RUN"],
-    "predict": ["predict", "RUN"],
-    "export": ["export", "RUN", "--to", "safetensors"],
-    "verify": ["verify", "RUN"],
-    "resume": ["train", "max_steps=4", "--resume", "RUN"],
-    "init from": ["train", "--init-from", "RUN", "--out", "new"],
-}
-
-
 def test_each_command_prints_the_one_that_names_the_code_and_that_one_works(
-    code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    code: Path, tmp_path: Path
 ) -> None:
     run, ran = tmp_path / "run", code / "ran"
-    fit("task.py", {"max_steps": 2, "parallel.threads": 1}, out=run)
+    fit("task.py", out=run)
     (code / "task.py").write_text(f"open({str(ran)!r}, 'w')\n{TASK}")
-    for words in COMMANDS.values():
-        given = [str(run) if word == "RUN" else word for word in words]
-        assert cli.main(given) == 2, words
-        assert printed(refusal(2, capsys.readouterr().err, run)) == [*given, "--task", str(code / "task.py")]
-    for command in (["report"], ["runs"], ["runs", "--json"]):
-        assert cli.main([*command, str(run)]) == 0
+    resumed = ("train max_steps=4 --resume RUN", "train --init-from RUN --out new")
+    for words in ("evaluate RUN", "predict RUN", "export RUN --to safetensors", "verify RUN", *resumed):
+        given = words.replace("RUN", str(run)).split()
+        assert printed(given, run) == [*given, "--task", str(code / "task.py")]
+    for name in (["report"], ["runs"], ["runs", "--json"]):
+        command(*name, run)
     assert not ran.exists()
     (code / "task.py").write_text(TASK + "# a comment is no other task\n")
-    changed = NET.replace("x * x", "3 * x")
-    assert cli.main(["evaluate", str(run)]) == 2
-    works = printed(capsys.readouterr().err)
-    (code / "net.py").write_text(changed)
-    assert cli.main(works) == 2
-    refusal(2, capsys.readouterr().err, "function net.square")
+    works = printed(["evaluate", run])
+    (code / "net.py").write_text(NET.replace("x * x", "3 * x"))
+    refuse(works, "function net.square")
     (code / "net.py").write_text(NET)
-    assert cli.main(works) == 0, capsys.readouterr()
+    command(*works)
 
 
-def test_a_notebooks_class_goes_on_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebooks_class_goes_on_from_a_file(code: Path) -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     (code / "cell.py").write_text(TASK.replace("import net\n", NET).replace("net.", ""))
     exec((code / "cell.py").read_text(), scope)
     fit(scope["Toy"], out="run")
-    assert cli.main(["evaluate", "run"]) == 2
-    assert printed(refusal(2, capsys.readouterr().err, "run")) == ["evaluate", "run", "--task", "FILE.py:Toy"]
+    assert printed("evaluate run", "run") == ["evaluate", "run", "--task", "FILE.py:Toy"]
     (code / "cell.py").write_text((code / "cell.py").read_text() + OTHER)
     fit("cell.py:Toy", {"max_steps": 4}, out="run")
-    assert json.loads((code / "run" / "manifest.json").read_text())["steps_done"] == 4
-    capsys.readouterr()
-    assert cli.main(["evaluate", "run", "--task", "cell.py:Other"]) == 2
-    refusal(2, capsys.readouterr().err, "method loss")
+    assert manifest("run")["steps_done"] == 4
+    refuse("evaluate run --task cell.py:Other", "method loss")
 
 
 @pytest.mark.usefixtures("code")
@@ -120,24 +105,22 @@ def test_a_class_of_several_is_named() -> None:
     for name in ("both.py", "both.py:Absent", "both.py:"):
         with refused("both.py"):
             custom_task(name)
-    fit("both.py:Other", {"max_steps": 2, "parallel.threads": 1}, out="run")
+    fit("both.py:Other", out="run")
     assert open_run(Path("run"), ["task=both.py:Other"]).recipe.task == "both.py:Other"
     with refused("run", "method loss"):
         open_run(Path("run"), ["task=both.py:Toy"])
 
 
-def test_hooks_and_sinks_of_a_run_are_named_again(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = {"hooks.use": ["own.py:Hook"], "log.to": ["jsonl", "own.py:sink"]}
-    fit("task.py", {"max_steps": 2, "parallel.threads": 1, **both}, out="run")
+def test_hooks_and_sinks_of_a_run_are_named_again(code: Path) -> None:
+    fit("task.py", {"hooks.use": ["own.py:Hook"], "log.to": ["jsonl", "own.py:sink"]}, out="run")
     for name in ("hooked", "sunk"):
         (code / name).unlink()
-    assert cli.main(["evaluate", "run", "--task", "task.py"]) == 0, capsys.readouterr()
-    capsys.readouterr()
-    assert cli.main(["train", "--resume", "run", "max_steps=4", "hooks.use=[own.py:Hook]"]) == 2
-    assert printed(capsys.readouterr().err)[-1] == 'log.to=["jsonl", "own.py:sink"]'
-    assert cli.main(["train", "--resume", "run", "max_steps=4"]) == 2
+    command("evaluate", "run", "--task", "task.py")
+    again = "train --resume run max_steps=4"
+    assert printed(f"{again} hooks.use=[own.py:Hook]")[-1] == 'log.to=["jsonl", "own.py:sink"]'
+    works = printed(again, "run", "hooks.use", "log.to")
     assert not (code / "hooked").exists() and not (code / "sunk").exists()
-    assert cli.main(printed(refusal(2, capsys.readouterr().err, "run", "hooks.use", "log.to"))) == 0
+    command(*works)
     assert (code / "hooked").exists() and (code / "sunk").exists()
 
 
@@ -152,17 +135,13 @@ def test_what_counts_as_code() -> None:
     assert of(hooks={"use": ["mine:Hook"], "enabled": False}) == {}
 
 
-def test_a_recipe_in_a_run_folder_is_its_senders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_in_a_run_folder_is_its_senders(tmp_path: Path) -> None:
     text = "task: absent.py\nhooks: {use: ['own.py:Hook']}\n"
-    for folder in ("run", "mine"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.yaml").write_text(text)
-    (tmp_path / "run" / "manifest.json").write_text("{}")
+    write(tmp_path, {"run/config.yaml": text, "mine/config.yaml": text, "run/manifest.json": "{}"})
     (tmp_path / "link.yaml").symlink_to("run/config.yaml")
     for recipe in (str(tmp_path / "run" / "config.yaml"), str(tmp_path / "link.yaml")):
-        for command in (["train"], ["check"], ["data", "show"]):
-            assert cli.main([*command, recipe]) == 2
-            words = printed(refusal(2, capsys.readouterr().err, recipe))
+        for name in (["train"], ["check"], ["data", "show"]):
+            words = printed([*name, recipe], recipe)
             assert words[-4:] == ["--set", "task=absent.py", "--set", 'hooks.use=["own.py:Hook"]']
         with pytest.raises(UnnamedCodeError):
             load_recipe(recipe, ["hooks={on_error: warn}", "task=mine.py"])
@@ -172,16 +151,14 @@ def test_a_recipe_in_a_run_folder_is_its_senders(tmp_path: Path, capsys: pytest.
 
 def test_words_of_a_stranger_are_quoted(tmp_path: Path) -> None:
     for task, shown in {"a'; rm -rf x.py": "a'; rm -rf x.py", "a\x1b[2J.py": "FILE"}.items():
-        (tmp_path / "manifest.json").write_text("{}")
-        (tmp_path / "config.yaml").write_text(json.dumps({"task": task}))
+        write(tmp_path, {"manifest.json": "{}", "config.yaml": json.dumps({"task": task})})
         with pytest.raises(UnnamedCodeError) as found:
             load_recipe(str(tmp_path / "config.yaml"), [])
         assert found.value.words == ["--set", f"task={shown}"]
 
 
 def test_a_file_that_changes_while_it_is_imported_is_refused(code: Path) -> None:
-    write = "open({0!r}, 'a').write('# more\\n')\n"
-    (code / "task.py").write_text(write.format(str(code / "net.py")) + TASK)
+    (code / "task.py").write_text(f"open({str(code / 'net.py')!r}, 'a').write('# more\\n')\n{TASK}")
     with refused("task.py", "net.py"):
         custom_task("task.py")
     (code / "task.py").write_text(TASK)
@@ -190,13 +167,13 @@ def test_a_file_that_changes_while_it_is_imported_is_refused(code: Path) -> None
 
 def test_under_another_python_the_files_are_compared(code: Path) -> None:
     """There, the identity's code can't be compared."""
-    fit("task.py", {"max_steps": 2, "parallel.threads": 1}, out="run")
-    manifest = read_run(Path("run")).manifest
-    assert manifest.identity is not None
-    older = manifest.identity.model_copy(update={"compiler": "older"})
-    run = RunFolder(Path("run"), manifest.model_copy(update={"identity": older}))
+    fit("task.py", out="run")
+    stored = read_run(Path("run")).manifest
+    assert stored.identity is not None
+    older = stored.identity.model_copy(update={"compiler": "older"})
+    run = RunFolder(Path("run"), stored.model_copy(update={"identity": older}))
     refuse_other_task(run, custom_task("task.py"))
     (code / "net.py").write_text(NET.replace("x * x", "3 * x"))
-    for one in (run, RunFolder(Path("run"), manifest.model_copy(update={"identity": None}))):
-        with refused("run", "task", manifest.fingerprint["task"]):
+    for one in (run, RunFolder(Path("run"), stored.model_copy(update={"identity": None}))):
+        with refused("run", "task", stored.fingerprint["task"]):
             refuse_other_task(one, custom_task("task.py"))

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.refusals import named
+from tests.helpers import planted
+from tests.helpers.commands import command, refuse
+from tests.helpers.programs import ran
 from tests.helpers.report_runs import manifest, write_run
 from tests.helpers.rows import read_rows
-from trainer.cli import main
 from trainer.observe.rows import FILES
-from trainer.observe.text import (
-    share,
-)
+from trainer.observe.text import share
 from trainer.runs.manifest import FORMAT
 from trainer.runs.report import figures, page as page_of, write
 from trainer.runs.report.charts import line
@@ -66,6 +64,13 @@ class _Parsed(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+def _add(folder: Path, *rows: dict[str, Any]) -> None:
+    """Rows, each in its file."""
+    for row in rows:
+        with (folder / FILES.get(str(row["kind"]), "metrics.jsonl")).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 def _report(*folders: Path) -> tuple[str, _Parsed]:
     out = folders[0] / "report.html"
     write_report(folders, out)
@@ -108,68 +113,47 @@ def test_the_time_of_a_run_is_split_into_its_phases(run: Path) -> None:
     assert bar is not None and f"data {share(timed['data'] / wall)}" in bar and "unexplained" in bar
 
 
-_HOSTILE = (
-    "\"'><img src=x onerror=alert(1)></style></svg><script>"
-    "\x1b[31mred\x1b[0m\x1b]0;title\x07\u202eevil\u2066\u200f &lt;b&gt; \x00\x07\x9b"
-    "\ud800\udfff \udc80" + "x" * 100_000
-)
-_TEXTS = ("recipe", "command", "config_hash", "host", "commit", "status", "reason", "started", "seed")
-
-
 def test_whatever_is_shown_is_escaped(tmp_path: Path) -> None:
-    text = _HOSTILE
-    wild: dict[str, Any] = {
-        **dict.fromkeys(_TEXTS, text),
-        "config": {text: {text: text}},
-        "versions": {text: text},
-        "fingerprint": {text: text},
-        "device": {"gpus": [text], "cpu": text},
-        "notes": [text],
-        "attempts": [{}, {"started": text, "step": text, "changed": [text]}],
-    }
+    text = (
+        "\"'><img src=x onerror=alert(1)></style></svg><script>\x1b[31mred\x1b[0m\x1b]0;title\x07\u202eevil"
+    )
+    text += "\u2066\u200f &lt;b&gt; \x00\x07\x9b\ud800\udfff \udc80" + "x" * 100_000
+    keys = ("recipe", "command", "config_hash", "host", "commit", "status", "reason", "started", "seed")
+    one = {text: text}
+    wild: dict[str, Any] = {**dict.fromkeys(keys, text), "device": {"gpus": [text], "cpu": text}}
+    wild |= {"config": {text: one}, "versions": one, "fingerprint": one, "notes": [text]}
+    wild["attempts"] = [{}, {"started": text, "step": text, "changed": [text]}]
     folder = write_run(tmp_path / "one", rows=3, **wild)
     verdict = {"kind": "verdict", "step": 100, "cause": text, "text": text}
-    rows: list[dict[str, Any]] = [
+    _add(
+        folder,
         {"kind": "eval", "step": 150, text[:100]: 0.5, "accuracy": text},
         {"kind": "train", "step": 150, text[:90]: 1.0, "gpu/throttle_reason": text, "loss": text},
         {"kind": "train", "step": 150, "slow_rank": 1, "slow_phase": text, "slow_excess": 0.1},
         {**verdict, "share": text, "final": 0},
         {**verdict, "share": 0.5, "final": 1},
         {"kind": text, "step": 150},
-    ]
-    for row in rows:
-        with (folder / FILES.get(str(row["kind"]), "metrics.jsonl")).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    )
     anomaly = {"number": text, "step": 3, "kind": text, "policy": text, "loss": text, "time": text}
     (folder / "anomalies.jsonl").write_text(json.dumps(anomaly) + "\n")
     quiet, _ = _report(write_run(tmp_path / "quiet", rows=3))
     other = write_run(tmp_path / "two", rows=3)
     for html, parsed in (_report(folder), _report(folder, other)):
         assert {tag for tag, _ in parsed.tags} <= _TAGS
-        assert not [
-            name for _, have in parsed.tags for name in have if name.startswith("on") or name == "src"
-        ]
+        names = {name for _, have in parsed.tags for name in have}
+        assert not [name for name in names if name.startswith("on") or name == "src"]
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", html)
         assert len(html) < len(quiet) + 200_000
 
 
 def test_secrets_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "hunter2x")
-    config = {
-        "data": {"path": "https://me:hunter2x@host/x"},
-        "api_key": "hunter2x",
-        "nested": [{"token": "hunter2x"}],
-    }
-    folder = write_run(
-        tmp_path,
-        rows=3,
-        config=config,
-        command="trainer train x --password hunter2x",
-        reason="token=hunter2x",
-    )
-    with (folder / "verdicts.jsonl").open("a") as file:
-        row = {"kind": "verdict", "step": 3, "final": 1, "cause": "x", "text": "s3://a:hunter2x@b is slow"}
-        file.write(json.dumps(row) + "\n")
+    config: dict[str, Any] = {"api_key": "hunter2x", "nested": [{"token": "hunter2x"}]}
+    config["data"] = {"path": "https://me:hunter2x@host/x"}
+    asked = "trainer train x --password hunter2x"
+    folder = write_run(tmp_path, rows=3, config=config, command=asked, reason="token=hunter2x")
+    text = "s3://a:hunter2x@b is slow"
+    _add(folder, {"kind": "verdict", "step": 3, "final": 1, "cause": "x", "text": text})
     anomaly = {"number": 1, "step": 3, "kind": "spike", "policy": "password: hunter2x"}
     (folder / "anomalies.jsonl").write_text(json.dumps(anomaly) + "\n")
     html, parsed = _report(folder)
@@ -210,10 +194,8 @@ def test_what_is_torn_or_odd_is_left_out_and_counted(tmp_path: Path, rows: bytes
 def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(manifest(20_000)))
     losses = [1.0 + (n % 7) / 10 + 1000 * (n == 7_777) for n in range(20_000)]
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        file.writelines(
-            f'{{"kind": "train", "step": {n}, "loss": {loss}}}\n' for n, loss in enumerate(losses, 1)
-        )
+    rows = [f'{{"kind": "train", "step": {n}, "loss": {loss}}}\n' for n, loss in enumerate(losses, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
     found = read_recorded_run(tmp_path)
     assert len(found.train) <= 801
     assert max(point.cells["loss"].high for point in found.train) == max(losses)
@@ -223,23 +205,15 @@ def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
     assert 'class="band"' in html and len(html) < 60_000
 
 
-def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_bad_input_is_one_line(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in {"torn": '{"recipe"', "list": "[]"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(text)
+    planted.write(tmp_path, {"torn/manifest.json": '{"recipe"', "list/manifest.json": "[]"})
     (tmp_path / "empty").mkdir()
-    cases = [
-        ([str(run), "empty"], "folder"),
-        (["no/such"], "no/such"),
-        (["torn"], "torn/manifest.json"),
-        ([str(run), "--out", "empty"], "--out"),
-        ([str(run), "--out", "list/manifest.json"], "list/manifest.json"),
-    ]
-    for arguments, wanted in cases:
-        assert main(["report", *arguments]) == 2
-        told = capsys.readouterr()
-        assert named(told.err, wanted) and told.err.count("\n") == 1 and told.out == ""
+    refuse(["report", run, "empty"], "folder")
+    refuse("report no/such", "no/such")
+    refuse("report torn", "torn/manifest.json")
+    refuse(["report", run, "--out", "empty"], "--out")
+    refuse(["report", run, "--out", "list/manifest.json"], "list/manifest.json")
     assert not (tmp_path / "report.html").exists()
 
 
@@ -249,17 +223,15 @@ def test_a_run_given_twice_or_by_a_link_is_reported_once(run: Path, tmp_path: Pa
     write_run(tmp_path / "runs" / "other")
     shutil.copytree(run, tmp_path / "runs" / "full")
     (tmp_path / "runs" / "latest").symlink_to("full")
-    assert main(["report", "runs/latest", "runs/full", "runs/other", "--out", "report.html"]) == 0
+    command("report", "runs/latest", "runs/full", "runs/other", "--out", "report.html")
     shown = Path("report.html").read_text()
     assert shown.count(">full<") and not shown.count(">latest<")
     (tmp_path / "report.html").unlink()
-    assert main(["report", "runs/full", "runs/../runs/full"]) == 0
+    command("report", "runs/full", "runs/../runs/full")
     assert not (tmp_path / "report.html").exists() and (tmp_path / "runs" / "full" / "report.html").exists()
 
 
-def test_the_end_of_a_training_does_not_fail_for_its_report(
-    tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_the_end_of_a_run_does_not_fail_for_its_report(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     leave_report(tmp_path / "none")
     assert capsys.readouterr().err.startswith("trainer: no report was written (")
     folder = write_run(tmp_path / "run", rows=3)
@@ -281,7 +253,7 @@ def test_the_end_of_a_training_does_not_fail_for_its_report(
 
 def test_the_report_needs_no_torch() -> None:
     code = "import sys, trainer.runs.report.write; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
+    ran(sys.executable, "-c", code, code=0)
 
 
 UNEVEN = [(100, 8.0, 10.0), (1, 0.01, 1.0), (99, 7.0, 9.0), (2, 0.3, 4.0), (98, 7.5, 8.0), (3, 0.02, 5.0)]
@@ -289,10 +261,12 @@ SPANS = {"seconds": 1, "time/wall": 2}
 SPEEDS = ("samples_per_s", "tokens_per_s", "flops_per_s", "mfu")  # others are of the whole wall time
 
 
-def uneven_run(folder: Path, repeats: int, without: tuple[str, ...]) -> tuple[Path, dict[str, Any]]:
-    """A run whose records have each rate and cover unlike spans; and what is right for each rate."""
-    folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps(manifest(303)))
+@pytest.mark.parametrize(
+    ("without", "repeats"), [((), 700), (("seconds",), 1), (("seconds", "time/wall"), 1)]
+)
+def test_a_rate_is_a_total_over_a_time(without: tuple[str, ...], repeats: int, tmp_path: Path) -> None:
+    """Of a run whose records have each rate and cover unlike spans."""
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest(303)))
     draw, step, lines = np.random.default_rng(0), 0, []
     sums = {rate.name: [0.0, 0.0] for rate in figures.RATES}
     for record in UNEVEN * repeats:  # steps, seconds, wall time
@@ -307,16 +281,9 @@ def uneven_run(folder: Path, repeats: int, without: tuple[str, ...]) -> tuple[Pa
             weight = spans[0] if len(spans) == 1 else record[wanted]
             sum_[0], sum_[1] = sum_[0] + row[name] * weight, sum_[1] + weight
         lines.append(json.dumps(row) + "\n")
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    return folder, {name: total / span for name, (total, span) in sums.items()}
-
-
-@pytest.mark.parametrize(
-    ("without", "repeats"), [((), 700), (("seconds",), 1), (("seconds", "time/wall"), 1)]
-)
-def test_a_rate_is_a_total_over_a_time(without: tuple[str, ...], repeats: int, tmp_path: Path) -> None:
-    folder, right = uneven_run(tmp_path / "run", repeats, without)
-    run = read_recorded_run(folder)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    right = {name: total / span for name, (total, span) in sums.items()}
+    run = read_recorded_run(tmp_path)
     assert len(run.train) <= 801
     for rate in figures.RATES:
         shown = rate.of(run)

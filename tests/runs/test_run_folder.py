@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 
 from tests.helpers.forked import attempt, replace, small
+from tests.helpers.planted import put
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import held, same
 from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
-from trainer.errors import BadInputError
 from trainer.observe.sinks import keep_rows
 from trainer.runs.folder import claim_folder, remove_unused
 from trainer.runs.manifest import read_stored
 from trainer.train.components.memory import check_space
 from trainer.train.components.task import make_task
-
-# One run at a time.
 
 
 def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
@@ -30,21 +28,18 @@ def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     with held(folder) as holder:
-        second = attempt(folder)
-        assert second.code == 2
-        assert named(second.line, f"{holder.pid}")
+        assert named(attempt(folder, code=2).line, holder.pid)
         assert [path.name for path in folder.iterdir()] == [".lock"], "nothing was written"
         holder.kill()
         holder.join()
-        assert attempt(folder, stop_at=1).code == 75
+        attempt(folder, stop_at=1, code=75)
 
 
 def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
-    for name in (".lock", ".tmp-0123456789abcdef-manifest.json"):
-        (tmp_path / name).touch()
+    put(tmp_path, ".lock", ".tmp-0123456789abcdef-manifest.json")
     assert not claim_folder(tmp_path)
     (tmp_path / "mine").touch()
-    with pytest.raises(BadInputError, match="isn't empty"):
+    with refused(tmp_path):
         claim_folder(tmp_path)
     remove_unused(tmp_path)
     assert (tmp_path / "mine").exists()
@@ -54,9 +49,6 @@ def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
         assert tmp_path.exists(), "somebody is about to begin there"
     while tmp_path.exists():  # it takes a moment to end
         remove_unused(tmp_path)
-
-
-# Bookkeeping.
 
 
 @pytest.mark.parametrize(
@@ -82,23 +74,18 @@ def test_every_file_of_rows_is_cut_to_the_checkpoint(tmp_path: Path) -> None:
     def die() -> None:
         before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGKILL) if done == 10 else None)
 
-    assert attempt(folder, recipe, before=die).code == -signal.SIGKILL
+    attempt(folder, recipe, before=die, code=-signal.SIGKILL)
     assert max(row["step"] for row in read_rows(folder, ("eval",))) == 8, "it survives a kill"
     for name in ("evaluations.jsonl", "memory.jsonl"):
         with (folder / name).open("ab") as file:
             file.write(b'\xff\n{"torn')
     (folder / "mine.csv").write_text("image,label\na,1\n")  # of a hook, not of a sink
-    done = attempt(folder, recipe)
-    assert done.code == 0 and named(done.said, "evaluations.jsonl 1")
+    assert named(attempt(folder, recipe, code=0).said, "evaluations.jsonl 1")
     assert (folder / "mine.csv").read_text() == "image,label\na,1\n"
     for kind, steps in (("train", list(range(2, 17, 2))), ("eval", list(range(2, 17, 2))), ("end", [16])):
         assert [row["step"] for row in read_rows(folder, (kind,))] == steps
-    assert [(row["at"], row["step"]) for row in read_rows(folder, ("memory",))] == [
-        ("start", 0),
-        ("end", 8),
-        ("start", 8),
-        ("end", 16),
-    ]
+    found = [(row["at"], row["step"]) for row in read_rows(folder, ("memory",))]
+    assert found == [("start", 0), ("end", 8), ("start", 8), ("end", 16)]
 
 
 def test_the_manifest_comes_first_and_all_is_on_the_disk_before_the_end(tmp_path: Path) -> None:
@@ -138,13 +125,10 @@ def test_a_start_that_is_killed_can_be_repeated(tmp_path: Path) -> None:
     def kill() -> None:
         replace(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
-    assert attempt(folder, before=kill).code == -signal.SIGKILL
+    attempt(folder, before=kill, code=-signal.SIGKILL)
     assert read_stored(folder) is None
     claim_folder(folder)
-    assert attempt(folder, stop_at=1).code == 75
-
-
-# Space.
+    attempt(folder, stop_at=1, code=75)
 
 
 def test_what_a_run_has_written_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +139,8 @@ def test_what_a_run_has_written_counts_as_free(tmp_path: Path, monkeypatch: pyte
         check_space(tmp_path, recipe, model)
     with refused("5 MiB"):
         check_space(tmp_path, recipe, model, own_optimizer=True)
-    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    for name in ("checkpoints/step-00000001/model.safetensors", "model.safetensors"):
-        (tmp_path / name).write_bytes(bytes(2 << 20))
+    names = ("checkpoints/step-00000001/model.safetensors", "model.safetensors")
+    put(tmp_path, *names, content=bytes(2 << 20))
     check_space(tmp_path, recipe, model)
 
 
@@ -190,11 +173,9 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
 
     recipe = small(log={"to": ["jsonl", "tensorboard"]}, checkpoint={"every": 1})
     folder = tmp_path / "run"
-    ended = attempt(folder, recipe, stop_at=12, before=full)
-    assert ended.code == 75, ended.said
+    ended = attempt(folder, recipe, stop_at=12, before=full, code=75)
     assert "resumes after step 2, its newest checkpoint" in ended.said
     assert "Traceback" not in ended.said
     assert ended.said.count("metrics records are lost") == 2, "once for each sink"
-    done = attempt(folder, recipe)
-    assert done.code == 0
+    attempt(folder, recipe, code=0)
     assert same(folder, whole)

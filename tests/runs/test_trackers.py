@@ -23,8 +23,10 @@ from tests.chaos import ending
 from tests.helpers import plugged
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.plugged import patiently, waiting
+from tests.helpers.programs import Quiet, served
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import manifest
 from tests.helpers.toys import before_each_step_ends
 from tests.helpers.waiting import SECONDS, until
 from trainer.config.redact import redact_text
@@ -71,17 +73,10 @@ def logged(*names: str, **more: Any) -> dict[str, Any]:
     return {"log": {"every": 2, "to": ["jsonl", *names]}, **more}
 
 
-def manifest(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return found
-
-
 def test_a_package_brings_a_function_and_a_tracker(told: Any, tmp_path: Path) -> None:
     recipe = small(**logged("teller", "watching"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}")
     run = tmp_path / "run"
-    done = attempt(run, recipe, before=patiently)
-    assert done.code == 0, done.said
-    assert "watching     somewhere" in done.said
+    assert "watching     somewhere" in attempt(run, recipe, before=patiently, code=0).said
     rows = [[row["kind"], row["step"]] for row in read_rows(run, ())]
     assert sorted(event[2:] for event in told("sent")) == sorted(rows)
     assert [event[2:4] for event in told("row")] == [event[2:] for event in told("sent")]
@@ -111,15 +106,12 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     def written() -> set[int]:
         return {row["step"] for row in read_rows(run, ())}
 
-    killed = attempt(run, recipe, before=lambda: before_each_step_ends(kill_after))
-    assert killed.code == -signal.SIGKILL
+    attempt(run, recipe, before=lambda: before_each_step_ends(kill_after), code=-signal.SIGKILL)
     (first,) = told("open")
     assert not told("close")
     assert manifest(run)["trackers"] == {"watching": f"id-{first[0]}"}
     killed_at = shutil.copytree(run, tmp_path / "without")
-    done = attempt(run, recipe, before=patiently)
-    assert done.code == 0, done.said
-    assert "resumes after step 5" in done.said
+    assert "resumes after step 5" in attempt(run, recipe, before=patiently, code=0).said
     _, (process, _, about) = told("open")
     assert about["id"] == f"id-{first[0]}"
     assert about["rows"] == sum(event[0] == first[0] for event in told("row"))
@@ -131,8 +123,7 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     # The manifest knows the id, too; one that fails costs its rows alone.
     shutil.rmtree(killed_at / "trackers")
     recipe = small(**logged("watching", "closed"))
-    done = attempt(killed_at, recipe, stop_after=9, before=patiently)
-    assert done.code == EXIT_REQUEUE, done.said
+    done = attempt(killed_at, recipe, stop_after=9, before=patiently, code=EXIT_REQUEUE)
     assert told("open")[-1][2]["id"] == f"id-{first[0]}"
     assert [event[2] for event in told("close")] == ["finished", "stopped"]
     assert named(done.said, "closed ConnectionError") and "hunter2" not in done.said
@@ -160,19 +151,28 @@ class Held:
         assert status == "finished"
 
 
-def fed(held: Held, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> feed.Feed:
-    monkeypatch.setattr(feed, "tracker_class", lambda _: lambda: held)
-    made = feed.Feed(["held"], {"folder": str(folder), "trackers": {}}, lambda *_: None)
-    for step in range(rows):
-        made({"kind": "train", "step": step})
-    return made
+Fed = Callable[[Callable[[], Held], int], feed.Feed]
+Capfd = pytest.CaptureFixture[str]
 
 
-def test_rows_never_wait_and_those_beyond_the_bound_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fed:
+    """Makes a feed with a tracker, and gives it rows."""
+    monkeypatch.setattr(feed, "REST_S", 0.0)
+
+    def make(tracker: Callable[[], Held], rows: int) -> feed.Feed:
+        monkeypatch.setattr(feed, "tracker_class", lambda _: tracker)
+        made = feed.Feed(["held"], {"folder": str(tmp_path), "trackers": {}}, lambda *_: None)
+        for step in range(rows):
+            made({"kind": "train", "step": step})
+        return made
+
+    return make
+
+
+def test_rows_never_wait_and_those_beyond_the_bound_are_counted(fed: Fed, capfd: Capfd) -> None:
     held = Held()
-    made = fed(held, tmp_path, monkeypatch, 4000)
+    made = fed(lambda: held, 4000)
     held.gate.set()
     made.close("finished")
     steps = [row["step"] for row in held.rows]
@@ -180,13 +180,10 @@ def test_rows_never_wait_and_those_beyond_the_bound_are_counted(
     assert named(capfd.readouterr().err, f"held {4000 - len(steps)} 4000")
 
 
-def test_a_server_that_answers_later_gets_what_waited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(feed, "REST_S", 0.0)
+def test_a_server_that_answers_later_gets_what_waited(fed: Fed, capfd: Capfd) -> None:
     held = Held(failures=2)  # at its start, and with the first row
     held.gate.set()
-    made = fed(held, tmp_path, monkeypatch, 1)
+    made = fed(lambda: held, 1)
     until(lambda: held.failures <= 0)
     made({"kind": "train", "step": 1})
     made.close("finished")
@@ -201,25 +198,12 @@ def both() -> tuple[str, str]:
     return "wandb", "mlflow"
 
 
-@pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A server that takes connections and never answers, for W&B and for MLflow."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        for name, value in (
-            ("WANDB_BASE_URL", address),
-            ("WANDB_API_KEY", "0" * 40),
-            ("WANDB_MODE", "online"),
-            ("MLFLOW_TRACKING_URI", address),
-        ):
-            monkeypatch.setenv(name, value)
-        yield server
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
-    tmp_path: Path, silent: socket.socket, both: tuple[str, str], whole: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: tuple[str, str], whole: Path
 ) -> None:
+    """It takes connections from W&B and from MLflow."""
+
     def asked(done: int) -> None:
         if done == 9:
             until(lambda: select.select([silent], [], [], 0)[0])
@@ -229,8 +213,12 @@ def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
         replace(start_checks, "check_reachable", lambda _: None)  # it answered then
         before_each_step_ends(asked)
 
-    done = attempt(tmp_path / "run", small(**logged(*both)), before=before)
-    assert done.code == 0, done.said
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        values = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+        for name, value in {**values, "MLFLOW_TRACKING_URI": address}.items():
+            monkeypatch.setenv(name, value)
+        done = attempt(tmp_path / "run", small(**logged(*both)), before=before, code=0)
     assert all(named(done.said, f"{name} records") for name in both), done.said
     assert ending(tmp_path / "run").weights == ending(whole).weights
 
@@ -290,9 +278,8 @@ def test_wandb_and_mlflow_without_a_server(
     (tmp_path / "own.py").write_text(PICTURE)
     hooks = {"use": [f"{tmp_path / 'own.py'}:Picture"]}
     recipe = small(**logged(*both), about=f"AWS_SECRET_ACCESS_KEY={SECRET}", hooks=hooks)
-    assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
-    done = attempt(run, recipe, before=lambda: noting(seen))
-    assert done.code == 0, done.said
+    attempt(run, recipe, stop_after=7, before=patiently, code=EXIT_REQUEUE)
+    done = attempt(run, recipe, before=lambda: noting(seen), code=0)
     modules, differ = json.loads(seen.read_text())
     assert differ == [] and not [one for one in modules if one.partition(".")[0] in both]
     id_, trackers = manifest(run)["run_id"], manifest(run)["trackers"]
@@ -311,10 +298,8 @@ def test_wandb_and_mlflow_without_a_server(
         rows += history(found)
     counted = [row["_step"] for row in rows]
     assert counted == sorted(set(counted)), "they follow each other, over both files"
-    wanted = [
-        {"step": row["step"], **{name: value for name, value in metrics_of(row).items() if value is not None}}
-        for row in read_rows(run, ("train", "eval"))
-    ]
+    wanted = [{"step": row["step"], **metrics_of(row)} for row in read_rows(run, ("train", "eval"))]
+    wanted = [{name: value for name, value in row.items() if value is not None} for row in wanted]
     sent = [row for row in rows if any(name.startswith("hook/square") for name in row)]
     assert len(sent) == len(list(read_rows(run, ("hook",)))) > 1
     assert len(list(run.glob("wandb/**/media/images/hook/square_*.png"))) == len(sent)
@@ -348,8 +333,8 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
         nobody.bind(("127.0.0.1", 0))  # and nobody listens there
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        ended = attempt(tmp_path / "run", small(**logged("mlflow")))
-        assert ended.code == 2 and named(ended.line, "log.to", "mlflow", address)
+        ended = attempt(tmp_path / "run", small(**logged("mlflow")), code=2)
+        assert named(ended.line, "log.to", "mlflow", address)
         assert not (tmp_path / "run" / "manifest.json").exists()
         with refused("WANDB_MODE", "online", address):
             check_reachable(["wandb"], {"WANDB_MODE": "online", "WANDB_BASE_URL": address})
@@ -359,32 +344,22 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_address_with_a_password_is_asked_without_it_and_never_shown() -> None:
-    class Answer(http.server.BaseHTTPRequestHandler):
+    class Answer(Quiet, http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(401)
-            self.end_headers()
+            self.send_error(401)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        address = f"http://me:hunter2@127.0.0.1:{server.server_address[1]}"
+    with served(Answer) as server:
+        address = f"http://me:hunter2@127.0.0.1:{server.server_port}"
         check_reachable(["mlflow"], {"MLFLOW_TRACKING_URI": address})
     with pytest.raises(BadInputError) as refused:
         check_reachable(["mlflow"], {"MLFLOW_TRACKING_URI": "http://me:hunter2@127.0.0.1:x"})
     assert "hunter2" not in redact_text(str(refused.value))
 
 
-def test_an_error_of_a_tracker_is_cut_after_its_secrets_went(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
+def test_an_error_of_a_tracker_is_cut_after_its_secrets_went(fed: Fed, capfd: Capfd) -> None:
+    def fail() -> Held:
         raise RuntimeError(f"https://{'u' * 200}:hunter2hunter2{'x' * 200}@host/x")
 
-    monkeypatch.setattr(feed, "tracker_class", lambda _: fail)
-    made = feed.Feed(["failing"], {"folder": str(tmp_path), "trackers": {}}, lambda *_: None)
-    made({"kind": "train", "step": 0})
-    made.close("finished")
+    fed(fail, 1).close("finished")
     said = capfd.readouterr().err
     assert "hunter2" not in said and "***@host" in said
