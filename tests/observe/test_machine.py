@@ -160,7 +160,7 @@ class FakeNvml:
         names = ("clock", "uuid", "power", "energy", "reasons", "busy", "used")
         first = (1000, "GPU-aaaa-1", 100_000, 5_000_000, 0x4, 40, 10 * GIB)
         second = (1000, "GPU-bbbb-2", 300_000, 9_000_000, 0x1, 60, 30 * GIB)
-        told = [dict(zip(names, gpu, strict=True)) for gpu in (first, second)]
+        told: list[dict[str, Any]] = [dict(zip(names, gpu, strict=True)) for gpu in (first, second)]
         self.gpus = [{name: one for name, one in gpu.items() if name not in untold} for gpu in told]
         self.closed = 0
 
