@@ -75,9 +75,6 @@ class Launcher:
         until(lambda: all(file.exists() and file.read_text() for file in files))
         return [int(file.read_text()) for file in files]
 
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
-
     def signals(self, rank: int) -> list[str]:
         file = self.folder / f"signals-{rank}"
         return file.read_text().split() if file.exists() else []
@@ -121,13 +118,13 @@ def test_a_rank_that_raises_ends_the_others_in_a_collective(run: Launcher) -> No
 def test_signals_reach_each_rank_once(run: Launcher) -> None:
     run.start("obey-three")
     os.kill(_parent(run.ready()[0]), signal.SIGUSR1)  # torchrun gets it too: Slurm signals every process
-    run.send(signal.SIGUSR1)
+    run.process.send_signal(signal.SIGUSR1)
     run.until_told(1)
-    run.send(signal.SIGUSR1)
-    run.send(signal.SIGTERM)
+    run.process.send_signal(signal.SIGUSR1)
+    run.process.send_signal(signal.SIGTERM)
     run.until_told(2)
-    run.send(signal.SIGTERM)
-    run.send(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGINT)
     assert run.end() == (75, "")
     assert sorted(run.signals(0)) == sorted(run.signals(1)) == ["SIGINT", "SIGTERM", "SIGUSR1"]
 
@@ -135,7 +132,7 @@ def test_signals_reach_each_rank_once(run: Launcher) -> None:
 def test_a_signal_before_the_ranks_are_there_waits_for_them(run: Launcher) -> None:
     run.start("obey-late")
     until(lambda: list(run.temporary.iterdir()))
-    run.send(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
     (run.folder / "signal-sent").touch()
     assert run.end() == (75, "")
     assert run.signals(0) == run.signals(1) == ["SIGTERM"]
@@ -176,7 +173,7 @@ def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher)
     run.start("0=obey", "1=sleep", grace_seconds=1.5)
     pids = run.ready()
     (run.folder / "time-stands").touch()
-    run.send(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
     until(lambda: run.signals(1))
     until_gone(pids[0])  # within the grace, however slow the machine is
     (run.folder / "time-stands").unlink()
@@ -252,7 +249,7 @@ def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
 def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
     run.start("stop", processes=1, max_restarts=1)
     run.ready(1)
-    run.send(signal.SIGHUP)  # the terminal closed
+    run.process.send_signal(signal.SIGHUP)  # the terminal closed
     code, text = run.end()
     assert code == 1 and named(text, "SIGTERM") and text.count("\n") == 1 and run.starts() == 1
 

@@ -119,10 +119,8 @@ class Box:
 
 
 class Event:
-    at = 0.0
-
     def __init__(self, clock: Box) -> None:
-        self._clock = clock
+        self._clock, self.at = clock, 0.0
 
     def record(self) -> None:
         self.at = max(self._clock.free_at, self._clock.now)
@@ -214,14 +212,11 @@ def test_what_a_device_says_replaces_what_the_host_says() -> None:
     assert slow["time/backward"] / slow["time/data"] == pytest.approx(1.8)
 
 
+OWN = [phase for phase in PHASES if phase != "communication"]
 ONE_RANK = st.lists(st.floats(0, 100), min_size=len(PHASES), max_size=len(PHASES))
 
 
-@given(
-    st.lists(ONE_RANK, min_size=2, max_size=5),
-    st.integers(0, 4),
-    st.sampled_from([p for p in PHASES if p != "communication"]),
-)
+@given(st.lists(ONE_RANK, min_size=2, max_size=5), st.integers(0, 4), st.sampled_from(OWN))
 def test_the_slowest_rank_is_named_with_its_phase(seconds: list[list[float]], rank: int, phase: str) -> None:
     rank %= len(seconds)
     seconds[rank][PHASES.index(phase)] += 10_000.0
