@@ -7,8 +7,6 @@ from trainer.errors import BadInputError
 from trainer.host.allocator import allocator_variables, check_allocator
 
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-
-
 EXPANDABLE, ASYNC = "expandable_segments:True", "backend:cudaMallocAsync"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.planted import write
+from tests.helpers.planted import put, write
 from tests.helpers.waiting import SECONDS
 from trainer.host import disks
 from trainer.host.disks import Mount, read_data, read_folder, read_mount
@@ -54,8 +54,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
     found = read_folder(tmp_path / "not/yet/there")
-    assert found.error == ""
-    assert found.free > 0
+    assert found.error == "" and found.free > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,7 +72,6 @@ def test_what_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_server_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disks, "_LONGEST", 0.05)
-
     answered = threading.Event()
 
     def hang(_: object) -> None:
@@ -91,8 +89,6 @@ def test_data_is_read_at_random(tmp_path: Path) -> None:
     assert read_data("s3://bucket/x").error == ""
     assert read_data(str(tmp_path)).error == "it holds no files"
     assert read_data(str(tmp_path / "no")).error == "No such file or directory"
-    for number in range(20):
-        (tmp_path / f"{number}.jpg").write_bytes(b"x" * 1000)
+    put(tmp_path, *(f"{number}.jpg" for number in range(20)), content=b"x" * 1000)
     found = read_data(str(tmp_path))
-    assert found.error == ""
-    assert found.speed == pytest.approx(1000 * found.reads)
+    assert found.error == "" and found.speed == pytest.approx(1000 * found.reads)

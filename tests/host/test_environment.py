@@ -1,7 +1,6 @@
-"""The environment variables of our own: few, in one module, with a table."""
+"""What a process is started with: its streams, their encoding, and its current folder."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
-from trainer.host import environment
 
-PACKAGE = Path(environment.__file__).parents[1]
-NAME = re.compile(r"\bTRAINER_[A-Z_]+")
-
-
-# What a process is started with
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
@@ -32,7 +26,7 @@ def test_a_closed_stream_leads_nowhere(closed: str, tmp_path: Path) -> None:
         "file.write(f'{file.fileno() > 2}')",
     ]
     command = f"exec {sys.executable} -c '{chr(10).join(lines).replace(chr(39), chr(34))}' {closed}"
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, check=True, input=b"")
     assert (tmp_path / "file").read_text() == "True"
 
@@ -52,12 +46,8 @@ def test_standard_output_takes_any_character(environment: dict[str, str], writte
         "for text in ('\\xfc', '\\udcff', '\\ud83d', '\\xfc\\udcff\\u0416'): print(text)"
     )
     inherited = {n: v for n, v in os.environ.items() if not n.startswith(("LC_", "LANG", "PYTHON"))}
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**inherited, "PYTHONPATH": str(PACKAGE.parent), **environment},
-        check=True,
-        capture_output=True,
-    )
+    environment = {**inherited, "PYTHONPATH": str(ROOT), **environment}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
     assert told.stdout.splitlines()[:3] == [written, b"\xff", rb"\ud83d"]
 
 

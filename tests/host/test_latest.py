@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.planted import put
 from trainer.cli import make_parser
 from trainer.commands.train import find_run
 from trainer.host.latest import LATEST, RUNS, link_latest, nor_below_runs, run_path
@@ -17,9 +18,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(name: str, at: int = 0) -> Path:
-    folder = RUNS / name
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
+    folder = put(RUNS / name, "manifest.json", content=b"{}")
     if at:
         os.utime(folder / "manifest.json", (at, at))
     return folder
@@ -81,7 +80,7 @@ def test_a_run_links_itself(tmp_path: Path) -> None:
 
     RUNS.mkdir()
     runs = tmp_path / RUNS
-    assert attempt(runs / "a", small(max_steps=4), stop_after=2).code == 75
-    assert attempt(runs / "b", small(max_steps=2)).code == 0
-    assert attempt(runs / "a", small(max_steps=4)).code == 0
+    attempt(runs / "a", small(max_steps=4), stop_after=2, code=75)
+    attempt(runs / "b", small(max_steps=2), code=0)
+    attempt(runs / "a", small(max_steps=4), code=0)
     assert run_path("latest") == RUNS / "b"

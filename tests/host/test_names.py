@@ -14,19 +14,16 @@ from trainer.host.reading import text_of
 
 _LOOK_UP = """
 import socket, sys
+from contextlib import suppress
 from trainer.host.interfaces import from_files_alone
 with from_files_alone(sys.argv[1]):
     with from_files_alone(sys.argv[1]):
         pass
-    try:
+    with suppress(socket.gaierror):
         print(socket.getnameinfo(("::ffff:127.0.0.1", 80), socket.NI_NUMERICSERV))
-    except socket.gaierror:
-        pass
 if sys.argv[2:]:
-    try:
+    with suppress(socket.gaierror):
         socket.getaddrinfo("host.invalid", 80)
-    except socket.gaierror:
-        pass
 """
 _STORES = ("TCPStore", "init_process_group")
 

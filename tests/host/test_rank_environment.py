@@ -1,6 +1,5 @@
 """What the launcher sets for its ranks, from limits and recipe: allocator, CPUs, threads, compilers."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.train.start.checks
-import trainer.train.start.job
-import trainer.train.start.local_ranks
 from tests.helpers import preloaded
 from tests.helpers.manifests import least_manifest
 from tests.helpers.refusals import named, refused
+from tests.helpers.run_folders import manifest
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.host.affinity import CpuShares, cpus_text
@@ -23,6 +20,7 @@ from trainer.host.limits import Limits
 from trainer.launch.launcher import Launched, LocalRanks
 from trainer.runs.manifest import Manifest
 from trainer.train.options import Mode
+from trainer.train.start import checks, job, local_ranks
 from trainer.train.start.local_ranks import check_threads
 
 TWELVE = Limits(12.0, 1 << 34, 1 << 30, None, {})
@@ -38,8 +36,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         seen.update(local._asdict())
         return Launched(0, request)
 
-    monkeypatch.setattr(trainer.train.start.job, "launch", launch)
-    for module in (trainer.train.start.local_ranks, trainer.train.start.checks):
+    monkeypatch.setattr(job, "launch", launch)
+    for module in (local_ranks, checks):
         monkeypatch.setattr(module, "read_limits", lambda: TWELVE)
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
@@ -48,8 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def train(*settings: str) -> int:
-    words = [word for setting in settings for word in ("--set", setting)]
-    return main(["train", "digits", "--nproc-per-node", "2", "--set", "data.micro_batch_size=32", *words])
+    return main(["train", "digits", "--nproc-per-node", "2", "data.micro_batch_size=32", *settings])
 
 
 def test_threads_compilers_and_the_allocator_are_chosen_before_ranks_start(
@@ -104,10 +101,10 @@ def test_a_run_goes_on_on_a_smaller_machine(
 ) -> None:
     recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
     stored = None if begun is None else Manifest.model_validate(least_manifest(threads=begun))
-    assert bool(trainer.train.start.checks.threads_line(recipe, stored, mode)) == told
+    assert bool(checks.threads_line(recipe, stored, mode)) == told
     if begun == threads:
         with refused("parallel.threads=100 12"):
-            trainer.train.start.checks.threads_line(recipe, None, mode)
+            checks.threads_line(recipe, None, mode)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binding is Linux's")
@@ -127,12 +124,11 @@ def test_ranks_with_cores_of_their_own_have_their_threads(started: dict[str, Any
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_a_real_run_says_where_its_ranks_are(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = "max_steps=2 evaluation.every=end parallel.cpu_binding=cores data.micro_batch_size=32"
-    words = ["train", "digits", *settings.split(), "parallel.threads=1"]
-    trained = [sys.executable, "-m", "trainer", *words, "--nproc-per-node", "2", "--out", str(out)]
-    done = preloaded.run(trained)
+    words = "train digits max_steps=2 evaluation.every=end parallel.cpu_binding=cores parallel.threads=1"
+    words += " data.micro_batch_size=32 --nproc-per-node 2 --out"
+    done = preloaded.run([sys.executable, "-m", "trainer", *words.split(), out])
     assert done.returncode == 0, done.stdout + done.stderr
-    (note,) = [one for one in json.loads((out / "manifest.json").read_text())["notes"] if "CPUs" in one]
+    (note,) = [one for one in manifest(out)["notes"] if "CPUs" in one]
     assert note in done.stdout
     first, second = note.removeprefix("CPUs: ranks on ").partition(", ")[0].split(" | ")
     assert first != second

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +16,8 @@ from trainer.host.torch_build import TorchBuild, count_gpus, torch_build
 
 def nvml(gpus: int | None) -> Any:
     """A driver's library with so many GPUs; None: it doesn't answer."""
-
-    class Library:
-        problem = None if gpus is not None else "no answer"
-
-        def __init__(self, _: Any) -> None:
-            self.gpus = [0] * (gpus or 0)
-
-        def __enter__(self) -> "Library":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    return Library
+    library = SimpleNamespace(gpus=[0] * (gpus or 0), problem=None if gpus is not None else "no answer")
+    return lambda _: nullcontext(library)
 
 
 def test_it_is_what_pytorch_says() -> None:
@@ -46,20 +35,19 @@ def test_it_is_what_pytorch_says() -> None:
     ],
 )
 def test_gpus_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     cuda: str | None,
     driver: bool,
     gpus: int | None,
     counted: str,
     found: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "torch_build", lambda: TorchBuild("2.9.1", cuda))
     monkeypatch.setattr(module, "DRIVERS", (tmp_path if driver else tmp_path / "none",))
     monkeypatch.setattr(module, "Nvml", nvml(gpus))
-    monkeypatch.setattr(
-        module, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=counted))
-    )
+    ran = SimpleNamespace(stdout=counted)
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=lambda *_, **__: ran))
     assert count_gpus({}) == found
 
 

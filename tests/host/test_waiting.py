@@ -13,12 +13,6 @@ from trainer.host import startup
 from trainer.host.limits import Limits
 from trainer.host.startup import SPINS, choose_waiting, free_cpus
 
-STAT = """cpu  10 0 10 180 0 0 0 0 0 0
-cpu0 10 0 0 80 10 0 0 0 0 0
-cpu1 0 0 10 90 0 0 0 0 7 0
-intr 1 2 3
-"""
-
 
 @pytest.mark.parametrize(
     ("after", "own", "free"),

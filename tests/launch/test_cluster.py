@@ -3,13 +3,13 @@
 import json
 import os
 import pty
-import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from tests.helpers.programs import ran
 from tests.helpers.refusals import refused
-from trainer.errors import BadInputError
 from trainer.host.interfaces import gloo_interface
 from trainer.launch.launcher import WorkerGroup
 from trainer.launch.meeting import Meeting
@@ -35,45 +35,42 @@ PLAIN = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "12
 PET = {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1234"}
 
 
-def _found(
-    environ: dict[str, str],
-    nnodes: str | None = None,
-    rank: int | None = None,
-    address: str | None = None,
-    port: int | None = None,
-) -> tuple[object, ...] | None:
-    found = find_nodes(environ, nnodes, rank, address, port)
-    return None if found is None else found[:4]
+find = partial(find_nodes, nnodes=None, node_rank=None, master_addr=None, master_port=None)
+
+
+def four(found: Nodes | None) -> tuple[object, ...]:
+    """How many nodes there are, which one this is, and where they meet."""
+    assert found is not None
+    return found[:4]
 
 
 @pytest.mark.parametrize("environ", [PLAIN, PET], ids=["plain", "kubeflow"])
 def test_variables_say_it(environ: dict[str, str]) -> None:
-    assert _found(environ) == (4, 3, "a", 1234)
-    assert _found(environ, rank=1, address="b", port=99) == (4, 1, "b", 99)
-    assert _found({}, "2", 0, "[fe80::1]") == (2, 0, "fe80::1", 29500)
-    assert _found(environ, nnodes="1") is None
+    assert four(find(environ)) == (4, 3, "a", 1234)
+    assert four(find(environ, node_rank=1, master_addr="b", master_port=99)) == (4, 1, "b", 99)
+    assert four(find({}, nnodes="2", node_rank=0, master_addr="[fe80::1]")) == (2, 0, "fe80::1", 29500)
+    assert find(environ, nnodes="1") is None
     first = next(iter(environ))
-    assert _found({**environ, first: "1"}) is None
+    assert find({**environ, first: "1"}) is None
     with refused(first, "2:4"):
-        _found({**environ, first: "2:4"})
+        find({**environ, first: "2:4"})
     # A shell that has a MASTER_ADDR by chance is a single node.
-    assert _found({name: value for name, value in environ.items() if name != first}) is None
+    assert find({name: value for name, value in environ.items() if name != first}) is None
 
 
 def test_kubeflow_may_give_an_endpoint() -> None:
     job = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "job-worker-0:29400"}
-    assert _found(job) == (2, 1, "job-worker-0", 29400)
-    assert _found({**job, "PET_RDZV_ENDPOINT": "[fd00::1]:29400"}) == (2, 1, "fd00::1", 29400)
-    assert _found({**job, "PET_RDZV_ENDPOINT": "job-worker-0"}) == (2, 1, "job-worker-0", 29500)
+    assert four(find(job)) == (2, 1, "job-worker-0", 29400)
+    assert four(find({**job, "PET_RDZV_ENDPOINT": "[fd00::1]:29400"})) == (2, 1, "fd00::1", 29400)
+    assert four(find({**job, "PET_RDZV_ENDPOINT": "job-worker-0"})) == (2, 1, "job-worker-0", 29500)
 
 
 def test_a_step_of_slurm_says_it() -> None:
-    found = find_nodes(STEP, None, None, None, None)
-    assert found == Nodes(2, 1, "n1", 29500 + 234, ("n1", "n2"), "SLURM_STEP_NUM_NODES")
-    assert found.name(1) == "node 1 (n2)"
+    nodes = Nodes(2, 1, "n1", 29500 + 234, ("n1", "n2"), "SLURM_STEP_NUM_NODES")
+    assert (find(STEP), nodes.name(1)) == (nodes, "node 1 (n2)")
     # What the script says itself comes first, such as another interface's name.
-    assert _found({**STEP, "MASTER_ADDR": "ib1"}) == (2, 1, "ib1", 29734)
-    assert _found({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert four(find({**STEP, "MASTER_ADDR": "ib1"})) == (2, 1, "ib1", 29734)
+    assert find({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert rank_variables(STEP) == {}
     wanted = ["n1", "gpu-08", "gpu-09", "gpu-10", "gpu-3", "rack1-n2"]
     assert expand("n1,gpu-[08-10,3],rack1-n[2]") == wanted
@@ -82,10 +79,10 @@ def test_a_step_of_slurm_says_it() -> None:
 def test_the_script_of_a_slurm_job_of_two_nodes_must_use_srun() -> None:
     script = {name: value for name, value in STEP.items() if "STEP" not in name}
     with refused("srun --ntasks-per-node=1"):
-        find_nodes(script, None, None, None, None)
-    assert find_nodes(script, "1", None, None, None) is None
+        find(script)
+    assert find(script, nnodes="1") is None
     with refused(2):  # salloc's, a step of its own
-        find_nodes({**script, "SLURM_STEP_ID": "4294967290"}, None, None, None, None)
+        find({**script, "SLURM_STEP_ID": "4294967290"})
 
 
 def test_a_task_for_each_rank_needs_no_launcher() -> None:
@@ -124,23 +121,16 @@ def test_what_is_typed_in_a_shell_of_srun_is_no_task(typed: str) -> None:
     step |= {"SLURM_JOB_NUM_NODES": "1", "PMI_SIZE": "4", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
     master, slave = pty.openpty()
     try:
-        ran = subprocess.run(
-            [sys.executable, "-c", _FORGETS, typed],
-            env={**os.environ, **step},
-            stdin=slave,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            check=True,
-        )
+        own = {"env": {**os.environ, **step}, "stdin": slave, "start_new_session": True}
+        environ = json.loads(ran(sys.executable, "-c", _FORGETS, typed, code=0, **own).stdout)
     finally:
         os.close(master)
         os.close(slave)
-    environ = json.loads(ran.stdout)
     assert bool(rank_variables(environ)) == is_rank(environ) == (typed == "task")
     if typed == "shell":
-        assert find_nodes(environ, None, None, None, None) is None
+        assert find(environ) is None
         with refused("2 nodes"):
-            find_nodes({**environ, "SLURM_JOB_NUM_NODES": "2"}, None, None, None, None)
+            find({**environ, "SLURM_JOB_NUM_NODES": "2"})
 
 
 @pytest.mark.parametrize(
@@ -152,12 +142,11 @@ def test_what_is_typed_in_a_shell_of_srun_is_no_task(typed: str) -> None:
     ],
 )
 def test_one_of_several_processes_does_not_train_by_itself(sizes: dict[str, str]) -> None:
-    with pytest.raises(BadInputError):
-        find_nodes(sizes, None, None, None, None)
-    assert find_nodes(sizes, "1", None, None, None) is None
-    assert find_nodes({**sizes, **mark_of_rank(sizes)}, None, None, None, None) is None
+    with refused():
+        find(sizes)
+    assert find(sizes, nnodes="1") is find({**sizes, **mark_of_rank(sizes)}) is None
     alone = {name: "1" if "SIZE" in name or "NUM" in name else value for name, value in sizes.items()}
-    assert find_nodes(alone, None, None, None, None) is None
+    assert find(alone) is None
 
 
 ODD = ("RANK=abc", "RANK=2", f"RANK={'9' * 5000}", "WORLD_SIZE=1", "LOCAL_RANK=٣", "MASTER_PORT=65536")
@@ -176,8 +165,7 @@ def test_numbers_that_no_rank_has_are_one_line(odd: str) -> None:
 
 def test_a_hook_that_calls_a_nodes_only_task_a_rank_is_not_believed() -> None:
     hooked = {**STEP, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert is_launcher_task(hooked)
-    assert not is_rank(hooked)
+    assert is_launcher_task(hooked) and not is_rank(hooked)
     assert is_rank({**hooked, "TORCHELASTIC_RUN_ID": "1"})
     assert is_rank({**hooked, "SLURM_STEP_NUM_TASKS": "4", "WORLD_SIZE": "4"})
 
@@ -188,7 +176,7 @@ def test_who_has_a_ranks_variables_from_that_rank_is_none() -> None:
     assert (is_rank(rank), is_rank(inherited)) == (True, False)
     assert is_rank({**inherited, "MASTER_PORT": "4321"})  # a torchrun in between has ranks of its own
     step = {**STEP, **rank, "NNODES": "2"}
-    assert find_nodes({**step, **mark_of_rank(step)}, None, None, None, None) is None
+    assert find({**step, **mark_of_rank(step)}) is None
 
 
 @pytest.mark.parametrize(
@@ -216,10 +204,8 @@ def test_what_is_missing_or_impossible_is_one_line(
 
 
 def test_ranks_are_numbered_through_the_nodes() -> None:
-    groups = [
-        WorkerGroup(SignalReceiver(), 2, 1.0, Meeting(Nodes(3, number, "a", 1), 2, {}, 1.0))
-        for number in range(3)
-    ]
+    meetings = [Meeting(Nodes(3, number, "a", 1), 2, {}, 1.0) for number in range(3)]
+    groups = [WorkerGroup(SignalReceiver(), 2, 1.0, meeting) for meeting in meetings]
     assert [list(one.ranks) for one in groups] == [[0, 1], [2, 3], [4, 5]]
     assert {one.world for one in groups} == {6}
 

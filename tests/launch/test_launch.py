@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import preloaded
+from tests.helpers.planted import write
 from tests.helpers.programs import ran
 from tests.helpers.refusals import named
 from tests.helpers.waiting import SECONDS, until, until_gone
@@ -25,6 +26,7 @@ from trainer.launch.exit_record import ExitRecord
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.helpers.launch_worker"
+PIPES = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 START = (
     "import json, os, sys, time; from pathlib import Path; from types import SimpleNamespace\n"
     "from trainer.launch import launcher\n"
@@ -55,31 +57,23 @@ class Launcher:
     def start(
         self,
         *what: str,
-        environment: dict[str, str] | None = None,
-        streams: dict[str, Any] | None = None,
+        environment: Mapping[str, str] = {},
+        streams: Mapping[str, int] = PIPES,
         **options: Any,
     ) -> None:
         """Starts `launch` in a process of its own; two ranks unless `options` says otherwise."""
         self.folder.mkdir(exist_ok=True)
         self.temporary.mkdir(exist_ok=True)
         asked = json.dumps({"processes": 2, "threads": 1, "grace_seconds": SECONDS, **options})
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = preloaded.Popen(
-            [sys.executable, "-c", START, asked, str(self.folder), *what],
-            cwd=ROOT,
-            env={**os.environ, "TMPDIR": str(self.temporary), **(environment or {})},
-            text=True,
-            **(streams or pipes),
-        )
+        words = [sys.executable, "-c", START, asked, str(self.folder), *what]
+        own: Any = {"env": {**os.environ, "TMPDIR": str(self.temporary), **environment}, **streams}
+        self.process = preloaded.Popen(words, cwd=ROOT, text=True, **own)
 
     def ready(self, processes: int = 2) -> list[int]:
         """The pids of the ranks, once each can take signals."""
         files = [self.folder / f"ready-{rank}" for rank in range(processes)]
         until(lambda: all(file.exists() and file.read_text() for file in files))
         return [int(file.read_text()) for file in files]
-
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
 
     def signals(self, rank: int) -> list[str]:
         file = self.folder / f"signals-{rank}"
@@ -111,32 +105,26 @@ def run(tmp_path: Path) -> Iterator[Launcher]:
         one.process.kill()
 
 
-# --- torchrun ---
-
-
 def test_a_rank_that_raises_ends_the_others_in_a_collective(run: Launcher) -> None:
     run.folder.mkdir()
     (run.folder / "time-stands").touch()  # both end by themselves, however late rank 1's word is
     run.start("0=collective", "1=fail-in-collective")
     code, text = run.end()
-    assert code == 1
     lines = text[text.index("trainer: rank 1 of 2") :].splitlines()  # after gloo's own
-    assert named(lines[-1], "rank 0")
-    assert text.count("Traceback (most recent call last)") == 1
-    assert lines[-2] == "ValueError: rank 1 is broken"
-    assert "elastic" not in text
+    assert code == 1 and lines[-2] == "ValueError: rank 1 is broken" and named(lines[-1], "rank 0")
+    assert text.count("Traceback (most recent call last)") == 1 and "elastic" not in text
 
 
 def test_signals_reach_each_rank_once(run: Launcher) -> None:
     run.start("obey-three")
     os.kill(_parent(run.ready()[0]), signal.SIGUSR1)  # torchrun gets it too: Slurm signals every process
-    run.send(signal.SIGUSR1)
+    run.process.send_signal(signal.SIGUSR1)
     run.until_told(1)
-    run.send(signal.SIGUSR1)
-    run.send(signal.SIGTERM)
+    run.process.send_signal(signal.SIGUSR1)
+    run.process.send_signal(signal.SIGTERM)
     run.until_told(2)
-    run.send(signal.SIGTERM)
-    run.send(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGINT)
     assert run.end() == (75, "")
     assert sorted(run.signals(0)) == sorted(run.signals(1)) == ["SIGINT", "SIGTERM", "SIGUSR1"]
 
@@ -144,7 +132,7 @@ def test_signals_reach_each_rank_once(run: Launcher) -> None:
 def test_a_signal_before_the_ranks_are_there_waits_for_them(run: Launcher) -> None:
     run.start("obey-late")
     until(lambda: list(run.temporary.iterdir()))
-    run.send(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
     (run.folder / "signal-sent").touch()
     assert run.end() == (75, "")
     assert run.signals(0) == run.signals(1) == ["SIGTERM"]
@@ -152,8 +140,7 @@ def test_a_signal_before_the_ranks_are_there_waits_for_them(run: Launcher) -> No
 
 def test_ctrl_c_reaches_each_rank_once_and_a_second_one_ends_it_at_once(run: Launcher) -> None:
     master, slave = pty.openpty()
-    terminal = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
-    run.start("sleep", processes=1, streams=terminal)
+    run.start("sleep", processes=1, streams={**dict.fromkeys(PIPES, slave), "start_new_session": True})
     os.close(slave)
     run.ready(1)
     os.write(master, b"\x03")
@@ -186,7 +173,7 @@ def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher)
     run.start("0=obey", "1=sleep", grace_seconds=1.5)
     pids = run.ready()
     (run.folder / "time-stands").touch()
-    run.send(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
     until(lambda: run.signals(1))
     until_gone(pids[0])  # within the grace, however slow the machine is
     (run.folder / "time-stands").unlink()
@@ -196,37 +183,24 @@ def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher)
 
 def test_arguments_and_variables_arrive_and_one_rank_can_ask_for_a_requeue(run: Launcher) -> None:
     words = ["$$HOME", "${local_rank}", "--signal", "--r", "--", "a b", ""]
-    foreign = {
-        "PET_MAX_RESTARTS": "3",
-        "PET_NO_PYTHON": "1",
-        "PET_NPROC_PER_NODE": "7",
-        "OMP_NUM_THREADS": "9",
-    }
-    run.start("tell", *words, environment=foreign, threads=3)
+    foreign = {"PET_MAX_RESTARTS": "3", "PET_NO_PYTHON": "1", "PET_NPROC_PER_NODE": "7"}
+    run.start("tell", *words, environment={**foreign, "OMP_NUM_THREADS": "9"}, threads=3)
     assert run.end() == (75, "")
     assert not (run.folder / "signals-0").exists()  # the rank that was not ready yet ended in peace
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "3")
     told = json.loads((run.folder / "told-1").read_text())
-    assert told == {
-        "arguments": words,
-        "OMP_NUM_THREADS": "3",
-        "MKL_NUM_THREADS": "3",
-        "WORLD_SIZE": "2",
-        "COLOR": None,
-    }
+    assert told == {"arguments": words, **threads, "WORLD_SIZE": "2", "COLOR": None}
 
 
 def test_ranks_import_what_the_launcher_imported(tmp_path: Path) -> None:
     """Not what lies in the working folder, where a container often has a checkout of this project."""
-    decoy = tmp_path / "here" / "trainer"
-    decoy.mkdir(parents=True)
-    (decoy / "__init__.py").write_text("raise SystemExit('the wrong trainer')")
-    start = tmp_path / "start.py"  # so that the working folder isn't on the launcher's own path
-    start.write_text(f"import json, sys; print(json.dumps(sys.path))\n{START}")
-    asked = json.dumps({"processes": 1, "threads": 1})
+    start = f"import json, sys; print(json.dumps(sys.path))\n{START}"
+    # A file, so that the working folder isn't on the launcher's own path.
+    write(tmp_path, {"here/trainer/__init__.py": "raise SystemExit('the wrong trainer')", "start.py": start})
     others = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
-    environment = {**others, "PYTHONPATH": str(ROOT)}
-    words = (sys.executable, start, asked, tmp_path, "tell-paths")
-    ended = ran(*words, cwd=decoy.parent, env=environment, timeout=300)
+    asked = json.dumps({"processes": 1, "threads": 1})
+    words = (sys.executable, tmp_path / "start.py", asked, tmp_path, "tell-paths")
+    ended = ran(*words, cwd=tmp_path / "here", env={**others, "PYTHONPATH": str(ROOT)}, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
     wanted = [str(ROOT / "trainer/__init__.py"), json.loads(ended.stdout), [], WORKER]
     assert json.loads((tmp_path / "paths-0").read_text()) == wanted
@@ -252,9 +226,6 @@ def test_a_restart_resumes_what_this_launch_began(
     assert (launched.code, seen) == (codes[len(asked) - 1], asked)
 
 
-# --- one rank: no torchrun ---
-
-
 @pytest.mark.parametrize(
     ("what", "code", "text"),
     [
@@ -264,15 +235,13 @@ def test_a_restart_resumes_what_this_launch_began(
 )
 def test_one_rank_keeps_its_code(run: Launcher, what: str, code: int, text: str) -> None:
     run.start(what, processes=1, max_restarts=1, grace_seconds=0.5)
-    assert run.end() == (code, text)
-    assert run.starts() == 1
+    assert (run.end(), run.starts()) == ((code, text), 1)
 
 
 def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
     run.start("once", processes=1, max_restarts=1, environment={"COLOR": "blue"})
     code, text = run.end()
-    assert code == 0
-    assert text.startswith("trainer: rank 0 of 1 failed:\nTraceback (most recent call last):\n")
+    assert code == 0 and text.startswith("trainer: rank 0 of 1 failed:\nTraceback (most recent call last):\n")
     assert 'worker.py", line' in text and "<module>" not in text  # from what the rank was asked for on
     assert text.endswith("ValueError: rank 0 is broken\ntrainer: starting again (1 of 1)\n")
 
@@ -280,10 +249,9 @@ def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
 def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
     run.start("stop", processes=1, max_restarts=1)
     run.ready(1)
-    run.send(signal.SIGHUP)  # the terminal closed
+    run.process.send_signal(signal.SIGHUP)  # the terminal closed
     code, text = run.end()
-    assert code == 1 and named(text, "SIGTERM") and text.count("\n") == 1
-    assert run.starts() == 1
+    assert code == 1 and named(text, "SIGTERM") and text.count("\n") == 1 and run.starts() == 1
 
 
 def test_what_a_rank_leaves_behind_is_ended(run: Launcher) -> None:
@@ -296,13 +264,11 @@ def test_kill_9_of_a_rank_is_named(run: Launcher) -> None:
     run.start("sleep")
     os.kill(run.ready()[1], signal.SIGKILL)
     code, text = run.end()
-    assert code == 1
     cause, consequence = text.splitlines()
-    assert named(cause, "rank 1 of 2 SIGKILL") and named(consequence, "rank 0")
+    assert code == 1 and named(cause, "rank 1 of 2 SIGKILL") and named(consequence, "rank 0")
 
 
 def test_a_fault_in_native_code_shows_where(run: Launcher) -> None:
     run.start("crash", processes=1)
     code, text = run.end()
-    assert code == 1
-    assert named(text, "rank 0 of 1 SIGSEGV launch_worker.py")
+    assert code == 1 and named(text, "rank 0 of 1 SIGSEGV launch_worker.py")

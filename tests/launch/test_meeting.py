@@ -13,13 +13,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.refusals import named, refused
 from tests.helpers.waiting import SECONDS, until
 from trainer.launch import meeting as module
-from trainer.launch.meeting import (
-    AbsentNodeError,
-    Meeting,
-    listen,
-    meet,
-    wait_for_node_0,
-)
+from trainer.launch.meeting import AbsentNodeError, Meeting, listen, meet, wait_for_node_0
 from trainer.launch.nodes import Nodes
 
 SAME = {"trainer": "1", "configuration": "abc"}
@@ -30,14 +24,11 @@ class Cluster:
 
     def __init__(self, total: int = 2, seconds: float = SECONDS) -> None:
         self.store, self.said = HashStore(), list[str]()
-        names = ("a", "b", "c")[:total]
-        nodes = Nodes(total, 0, "127.0.0.1", 29500, names)
-        self.usual = Meeting(nodes, 2, SAME, seconds)
+        self.usual = Meeting(Nodes(total, 0, "127.0.0.1", 29500, ("a", "b", "c")[:total]), 2, SAME, seconds)
         self.pool = ThreadPoolExecutor(8)
 
     def start(self, number: int, **other: Any) -> "Future[dict[str, str]]":
-        nodes = self.usual.nodes._replace(number=number)
-        here = replace(self.usual, nodes=nodes, **other)
+        here = replace(self.usual, nodes=self.usual.nodes._replace(number=number), **other)
         return self.pool.submit(meet, self.store, here, self.said.append)
 
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,29 +42,28 @@ class Launchers:
 
     def start(self, number: int, *what: str) -> "subprocess.Popen[str]":
         nodes = json.dumps([2, number, "127.0.0.1", self.port, ["a", "b"]])
-        process = preloaded.Popen(
-            [sys.executable, "-c", START, nodes, str(self.folder), *what],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        none, pipe = subprocess.DEVNULL, subprocess.PIPE
+        words = [sys.executable, "-c", START, nodes, str(self.folder), *what]
+        process = preloaded.Popen(words, cwd=ROOT, stdin=none, stdout=pipe, stderr=pipe, text=True)
         self.processes.append(process)
         return process
 
+    def both(self, what: str, number: signal.Signals | None = None) -> tuple[list[int], list[str]]:
+        """Starts both, and sends the second a signal once ranks have met; their codes and what they said."""
+        two = [self.start(0, what), self.start(1, what)]
+        if number is not None:
+            until((self.folder / "worlds").exists)
+            two[1].send_signal(number)
+        texts = [process.communicate(timeout=SECONDS)[1] for process in two]
+        return [process.returncode for process in two], texts
+
 
 @pytest.fixture
-def launchers(request: pytest.FixtureRequest, tmp_path: Path) -> Launchers:
-    two = Launchers(tmp_path)
-
-    def end() -> None:
-        for process in two.processes:
-            process.kill()
-            process.communicate()
-
-    request.addfinalizer(end)
-    return two
+def launchers(tmp_path: Path) -> Iterator[Launchers]:
+    yield (two := Launchers(tmp_path))
+    for process in two.processes:
+        process.kill()
+        process.communicate()
 
 
 def _listens(port: int) -> bool:
@@ -72,18 +72,14 @@ def _listens(port: int) -> bool:
 
 
 def test_two_launchers_are_one_job(launchers: Launchers) -> None:
-    both = launchers.start(0, "agree"), launchers.start(1, "agree")
-    until((launchers.folder / "worlds").exists)
-    both[1].send_signal(signal.SIGTERM)  # the ranks agree on a stop
-    texts = [process.communicate(timeout=SECONDS)[1] for process in both]
-    assert [process.returncode for process in both] == [75, 75], texts
+    codes, texts = launchers.both("agree", signal.SIGTERM)  # the ranks agree on a stop
+    assert codes == [75, 75], texts
     assert set((launchers.folder / "worlds").read_text().split()) == {"2"}
 
 
 def test_a_failure_of_its_own_is_said_where_it_was(launchers: Launchers) -> None:
-    both = launchers.start(0, "fail-1"), launchers.start(1, "fail-1")
-    texts = [process.communicate(timeout=SECONDS)[1] for process in both]
-    assert [process.returncode for process in both] == [1, 1], texts
+    codes, texts = launchers.both("fail-1")
+    assert codes == [1, 1], texts
     assert named(texts[1], "rank 1 of 2 ValueError")
 
 

@@ -8,26 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.refusals import named
-from trainer.launch.exit_record import (
-    ExitRecord,
-    by_memory,
-    crashed,
-    dead_worker,
-    exit_message,
-    job_code,
-    record_of,
-)
+from trainer.launch import exit_record
+from trainer.launch.exit_record import ExitRecord, by_memory, exit_message, record_of
 
-DONE, REQUEUE, BAD, HANG = (
-    ExitRecord(0, 0),
-    ExitRecord(1, 75),
-    ExitRecord(2, 2, "no such recipe", for_all=True),
-    ExitRecord(3, 76),
-)
+DONE, REQUEUE, HANG = ExitRecord(0, 0), ExitRecord(1, 75), ExitRecord(3, 76)
+BAD = ExitRecord(2, 2, "no such recipe", for_all=True)
 RAISED = ExitRecord(4, 1, "ValueError: broken", "Traceback\nValueError: broken\n", time=2.0)
 LOST = ExitRecord(0, 1, "lost", consequence=True)
-SAVED = replace(LOST, code=75)
-TOLD = replace(LOST, told=True)
+SAVED, TOLD = replace(LOST, code=75), replace(LOST, told=True)
 KILLED = ExitRecord(5, 1, "was killed by SIGKILL")
 
 
@@ -47,7 +35,7 @@ KILLED = ExitRecord(5, 1, "was killed by SIGKILL")
     ],
 )
 def test_code(outcomes: list[ExitRecord], code: int) -> None:
-    assert job_code(outcomes) == code
+    assert exit_record.job_code(outcomes) == code
 
 
 def test_the_cause_is_the_earliest_failure_that_is_no_consequence() -> None:
@@ -72,9 +60,8 @@ def test_what_gloo_says_of_a_rank_that_left_is_a_consequence(text: str) -> None:
 
 def test_a_stop_that_was_asked_for_is_one_line() -> None:
     stopped = ExitRecord(1, 1, "stopped by SIGTERM: no checkpoint", time=1.0, for_all=True)
-    assert (
-        exit_message([RAISED, replace(stopped, rank=0, time=1.1), stopped], 5) == f"trainer: {stopped.line}\n"
-    )
+    both = [replace(stopped, rank=0, time=1.1), stopped]
+    assert exit_message([RAISED, *both], 5) == f"trainer: {stopped.line}\n"
 
 
 def test_what_needs_no_explanation_gets_none() -> None:
@@ -95,8 +82,6 @@ def _raised(*messages: str) -> BaseException:
 
 KILLED_WORKER = "DataLoader worker (pid 12) is killed by signal: Killed. "
 TERMINATED = "DataLoader worker (pid 12) is killed by signal: Terminated. "
-
-
 SEVERAL = "DataLoader worker (pid(s) 12, 13) exited unexpectedly"
 
 
@@ -112,13 +97,13 @@ SEVERAL = "DataLoader worker (pid(s) 12, 13) exited unexpectedly"
     ],
 )
 def test_a_dead_loader_worker_is_one_line(error: BaseException, told: str) -> None:
-    said = dead_worker(error)
+    said = exit_record.dead_worker(error)
     assert named(said, told) and bool(said) == bool(told)
 
 
 def test_a_rank_killed_for_memory_is_the_cause(tmp_path: Path) -> None:
     """Its peer fails first, as far as clocks know: the kernel doesn't say when it killed."""
-    killed = by_memory(crashed(tmp_path, 0, -signal.SIGKILL), ": out of memory (all full)")
+    killed = by_memory(exit_record.crashed(tmp_path, 0, -signal.SIGKILL), ": out of memory (all full)")
     reset = ExitRecord(1, 1, "reset", "RuntimeError: recv: Success\n", time=5.0)
     cause, consequence = exit_message([reset, killed], 2).splitlines()
     assert named(cause, "rank 0 of 2 SIGKILL memory") and named(consequence, "rank 1")

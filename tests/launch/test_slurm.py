@@ -1,6 +1,5 @@
 """On a real Slurm a job is stopped, requeued, and ends with the bits of one that never stopped."""
 
-import json
 import os
 import shlex
 import sys
@@ -13,8 +12,10 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
 from tests.helpers.job_files import printed
+from tests.helpers.programs import program
+from tests.helpers.run_folders import manifest
 from tests.helpers.ways import Ended, Job, Started
-from tests.launch.test_ways_in import REFUSALS, WATCHED, bits_of, check, data_of, place
+from tests.launch.test_ways_in import REFUSALS, WATCHED, check, place, result_of
 
 # Without a Slurm: tests/commands/test_job_slurm.py (scripts), test_cluster.py (what srun says).
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -60,20 +61,13 @@ def _names() -> Iterator[None]:
 
 
 def _submit(
-    slurm: Slurm,
-    folder: Path,
-    *words: str,
-    settings: Iterable[str] = SETTINGS,
-    recipe: str = "digits",
-    **environment: str,
+    slurm: Slurm, folder: Path, *words: str, settings: Iterable[str] = SETTINGS, **environment: str
 ) -> tuple[str, Path]:
     """Sends a job whose run folder is FOLDER/job; returns its number and its log."""
     own = ("--mem", "3G", "--time", "60", "--grace", "30", "--master-port", str(PORT), "--partition", "main")
-    text = printed(
-        "slurm", "--out", str(folder / "job"), "--venv", str(VENV), *own, *words, *settings, recipe=recipe
-    )
+    here = ("--out", str(folder / "job"), "--venv", str(VENV))
     script = folder / "job.sbatch"
-    script.write_text(text)
+    script.write_text(printed("slurm", *here, *own, *words, *settings, recipe="digits"))
     job = slurm.tell("sbatch", "--parsable", str(script), cwd=folder, **environment)
     return job, folder / f"job-{job}.out"
 
@@ -81,11 +75,6 @@ def _submit(
 def _rows(run: Path) -> int:
     file = run / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-def _manifest(run: Path) -> dict[str, object]:
-    manifest: dict[str, object] = json.loads((run / "manifest.json").read_text())
-    return manifest
 
 
 def _text(log: Path) -> str:
@@ -101,26 +90,25 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     until(lambda: _rows(run) > 2)
     (line,) = [line for line in _text(log).splitlines() if line.startswith("warning: this job has")]
     assert "Partition=spare" in line and "main" in line and "TimeLimit" not in line
-    urgent = slurm.tell(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", cwd=tmp_path
-    )
+    wrapped = "--parsable --partition=urgent --nodes=2 --exclusive --wrap=true"
+    urgent = slurm.tell("sbatch", *wrapped.split(), cwd=tmp_path)
     until(lambda: "requeued, number 1" in _text(log), lambda: _text(log))
     assert "the same command resumes from there" in _text(log)
     until(lambda: slurm.state(urgent) == "COMPLETED")
     slurm.release(job)
-    until(lambda: _text(log).count("resumes after step") == 1 and _manifest(run)["status"] == "running")
-    (first, second) = [attempt["job"] for attempt in _manifest(run)["attempts"]]  # type: ignore[attr-defined]
+    until(lambda: _text(log).count("resumes after step") == 1 and manifest(run)["status"] == "running")
+    (first, second) = [attempt["job"] for attempt in manifest(run)["attempts"]]
     assert first == {"slurm_job": job, "slurm_nodes": f"{PREFIX}[1-2]"}
     assert second == {**first, "slurm_restarts": "1"}
     slurm.tell("scancel", job)
     until(lambda: slurm.state(job) == "CANCELLED")
     until(lambda: not slurm.tell("squeue", "-h"))  # it still holds its port while it completes
     assert _text(log).count("requeued") == 1  # who cancels doesn't want it back
-    assert _manifest(run)["status"] == "stopped"
+    assert manifest(run)["status"] == "stopped"
     again, log = _submit(slurm, tmp_path, *TWO)
     slurm.completes(again, log)
     assert "warning: this job has" not in _text(log)
-    assert _manifest(run)["status"] == "finished"
+    assert manifest(run)["status"] == "finished"
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-1.log"]
     # One that never stopped, on one node.
     trained = [sys.executable, "-m", "trainer", "train", "digits", "--nproc-per-node", "2", *SETTINGS]
@@ -139,30 +127,22 @@ def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: S
 
 
 def test_variables_reach_each_node_where_the_site_passes_none(slurm: Slurm, tmp_path: Path) -> None:
-    own, secrets = tmp_path / "venv/bin/trainer", tmp_path / "secrets.env"
-    own.parent.mkdir(parents=True)
-    own.write_text(
-        '#!/bin/sh\necho "got $TYPED $WANDB_API_KEY ${OF_SHELL-nothing} $MASTER_PORT $SLURM_PROCID"\n'
-    )
-    own.chmod(0o755)
+    secrets, told = tmp_path / "secrets.env", "$TYPED $WANDB_API_KEY ${OF_SHELL-nothing} $MASTER_PORT"
+    program(tmp_path / "venv/bin/trainer", f'#!/bin/sh\necho "got {told} $SLURM_PROCID"\n')
     secrets.write_text("# of the lab\nWANDB_API_KEY=a-b=c\nTYPED=file")
     words = ("--venv", str(tmp_path / "venv"), "--env", "TYPED=a  b", "--env-from", str(secrets))
     job, log = _submit(slurm, tmp_path, *TWO, *words, SBATCH_EXPORT="NONE", OF_SHELL="x")
     slurm.completes(job, log)
-    told = [line for line in _text(log).splitlines() if line.startswith("got ")]
+    said = [line for line in _text(log).splitlines() if line.startswith("got ")]
     port = PORT + int(job) % 1000
-    assert sorted(told) == [f"got a  b a-b=c nothing {port} {rank}" for rank in (0, 1)]
+    assert sorted(said) == [f"got a  b a-b=c nothing {port} {rank}" for rank in (0, 1)]
 
 
 def test_a_task_for_each_rank_ends_as_the_table_of_all_ways_says(slurm: Slurm, tmp_path: Path) -> None:
     """With srun's own exit code; and to the bits of the launcher's two ranks."""
-    cases = {"own": (Job("own.py", WATCHED), ()), **{case: REFUSALS[case] for case in ("syntax", "folder")}}
+    cases = {"own": (Job("own.py", WATCHED), ""), **{case: REFUSALS[case] for case in ("syntax", "folder")}}
     script = tmp_path / "ways.sbatch"
-    lines = [
-        "#!/bin/bash",
-        "#SBATCH --ntasks=2 --cpus-per-task=1 --mem=3G",
-        f"#SBATCH --output={tmp_path}/out",
-    ]
+    lines = ["#!/bin/bash", f"#SBATCH --ntasks=2 --cpus-per-task=1 --mem=3G --output={tmp_path}/out"]
     for number, (case, (asked, _)) in enumerate(cases.items()):
         here = place(tmp_path / case)
         srun = f"MASTER_PORT={PORT + number} srun --chdir={here} --error={here}/stderr"
@@ -175,7 +155,7 @@ def test_a_task_for_each_rank_ends_as_the_table_of_all_ways_says(slurm: Slurm, t
         check(case, "slurm 2", tmp_path / case, ended, names)
     alike = place(tmp_path / "launcher")
     assert Started("launcher 2", alike, cases["own"][0]).end().code == 0
-    assert (bits_of(alike), data_of(alike)) == (bits_of(tmp_path / "own"), data_of(tmp_path / "own"))
+    assert result_of(alike) == result_of(tmp_path / "own")
 
 
 @pytest.mark.parametrize("name", ["it's a #b;c", 'say "x" $(id) `id`', "-x --uid=0"])

@@ -44,9 +44,9 @@ class _Evil:
         return os.mkdir, (str(self.folder),)
 
 
-def _said(folder: Path) -> int:
-    """How many ranks have written who they are, to the end."""
-    return sum(bool(file.read_text()) for file in folder.glob("there-?"))
+def _ranks(folder: Path) -> set[str]:
+    """The ids of the ranks that have written them, to the end."""
+    return {file.read_text() for file in folder.glob("there-?")} - {""}
 
 
 def _leave(stores: list[Listener], ids: list[str], payload: bytes) -> None:
@@ -63,25 +63,19 @@ def _leave(stores: list[Listener], ids: list[str], payload: bytes) -> None:
 def test_what_strangers_write_to_the_ports_of_a_run_is_never_unpickled(tmp_path: Path) -> None:
     """Two ranks with a task of the user's own. All that listens does so on loopback."""
     (tmp_path / "task.py").write_text(TASK)
-    done, words = tmp_path / "executed", [sys.executable, "-m", "trainer", "train", "task.py"]
+    done, environment = tmp_path / "executed", {**os.environ, "TMPDIR": str(tmp_path)}
+    asked = "-m trainer train task.py --nproc-per-node 2 --out run max_steps=2"
+    words = [sys.executable, *asked.split()]
     with (
         (tmp_path / "said").open("w") as said,
-        preloaded.Popen(
-            [*words, "--nproc-per-node", "2", "--out", "run", "max_steps=2"],
-            cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-            stdout=said,
-            stderr=said,
-        ) as process,
+        preloaded.Popen(words, cwd=tmp_path, env=environment, stdout=said, stderr=said) as process,
     ):
         try:
-            until(lambda: process.poll() is not None or _said(tmp_path) == 2)
-            ranks = {int(file.read_text()) for file in tmp_path.glob("there-?")}
+            until(lambda: process.poll() is not None or len(_ranks(tmp_path)) == 2)
+            ranks = set(map(int, _ranks(tmp_path)))
             pids = tree(process.pid)
             found = listeners(pids)
-            stores = [
-                there for there in found if there.pid not in ranks
-            ]  # ranks have gloo's, which are no stores
+            stores = [one for one in found if one.pid not in ranks]  # ranks have gloo's, which are no stores
             _leave(stores, ["none", *(f"trainer-{pid}" for pid in pids)], pickle.dumps(_Evil(done)))
         finally:
             (tmp_path / "go").touch()

@@ -47,9 +47,8 @@ def test_code_and_cause_stand_there(file: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_it_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
-    assert message_of(1, "trainer: AWS_SECRET_ACCESS_KEY=hunter2hunter2") == (
-        b"exit code 1: AWS_SECRET_ACCESS_KEY=***\n"
-    )
+    said = message_of(1, "trainer: AWS_SECRET_ACCESS_KEY=hunter2hunter2")
+    assert said == b"exit code 1: AWS_SECRET_ACCESS_KEY=***\n"
 
 
 def test_of_a_long_traceback_the_first_line_and_the_end_are_kept() -> None:

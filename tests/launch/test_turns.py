@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from tests.helpers.refusals import named, refused
+from tests.helpers.refusals import refused
 from tests.helpers.waiting import SECONDS
 from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import RankPlace
@@ -67,19 +67,17 @@ def test_who_refuses_tells_all_and_stays_until_they_have_heard(monkeypatch: pyte
         return error.value
 
     stayed, *others = run(first, other, other)
-    assert [(one.result().code, str(one.result())) for one in others] == [
-        (2, "optim.lr=-1: give a number above 0")
-    ] * 2
+    told = [(one.result().code, str(one.result())) for one in others]
+    assert told == [(2, "optim.lr=-1: give a number above 0")] * 2
     assert stayed.result() < SECONDS
 
 
 def test_a_rank_that_was_killed_is_named() -> None:
-    def first(turns: Turns) -> str:
-        with pytest.raises(LostPeerError) as error:
+    def first(turns: Turns) -> None:
+        with refused("rank 1 2", by=LostPeerError):
             wait_for_all(turns, 0.2)
-        return str(error.value)
 
-    assert named(run(first, lambda _: None)[0].result(), "rank 1 2")
+    run(first, lambda _: None)[0].result()
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -5,14 +5,14 @@ the signal that ends the process of `fit` (143: SIGTERM). A refusal is one line 
 all names of its case.
 """
 
-import hashlib
-import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.helpers.planted import write
+from tests.helpers.refusals import named
+from tests.helpers.run_folders import manifest
 from tests.helpers.waiting import until
 from tests.helpers.ways import OWN, RAISED, RANKS, Ended, Job, Started
 
@@ -75,31 +75,23 @@ FILES = {
     "watch.py": HOOK,
     "syntax.py": f"{OWN}\nclass :\n",
     "leaves.py": OWN.replace("x = np", "raise SystemExit(0)\n        x = np"),
-    "table/train.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
-    "table/val.csv": "path,label\n" + "gone.png,a\ngone.png,b\n" * 8,
+    **dict.fromkeys(("table/train.csv", "table/val.csv"), "path,label" + "\ngone.png,a\ngone.png,b" * 8),
     "late.py": OWN.replace("x = np", "late()\n        x = np") + LATE,
     "slow.py": f"{OWN}\n{SLOW}",
 }
 WATCHED = {"data.limit": 24, "hooks.use": ["watch.py:Watch"]}
 # Refusals: the job, and the names in its line.
-REFUSALS: dict[str, tuple[Job, tuple[str, ...]]] = {
-    "syntax": (Job("syntax.py"), ("syntax.py",)),
-    "key": (Job("own.py", {"optim.lr": -1}), ("optim.lr",)),
-    "folder": (Job("digits", {"data.name": "folder", "data.path": "nowhere"}), ("data.path", "nowhere")),
-    "late hook": (
-        Job("own.py", {"hooks.use": ["watch.py:Failing"]}),
-        ("watch.py:Failing", "PASSWORD_FILE"),
-    ),
-    "full": (Job("own.py"), ("run",)),
-    "file": (
-        Job("digits", {"data.name": "table", "data.path": "table", "data.micro_batch_size": 4}),
-        ("gone.png",),
-    ),
-    "leaves": (Job("leaves.py"), ("leaves.py",)),
-    "from": (Job("own.py", {}, {"init-from": "gone"}), ("gone",)),
+TABLE = {"data.name": "table", "data.path": "table", "data.micro_batch_size": 4}
+REFUSALS: dict[str, tuple[Job, str]] = {
+    "syntax": (Job("syntax.py"), "syntax.py"),
+    "key": (Job("own.py", {"optim.lr": -1}), "optim.lr"),
+    "folder": (Job("digits", {"data.name": "folder", "data.path": "nowhere"}), "data.path nowhere"),
+    "late hook": (Job("own.py", {"hooks.use": ["watch.py:Failing"]}), "watch.py:Failing PASSWORD_FILE"),
+    "full": (Job("own.py"), "run"),
+    "file": (Job("digits", TABLE), "gone.png"),
+    "leaves": (Job("leaves.py"), "leaves.py"),
+    "from": (Job("own.py", {}, {"init-from": "gone"}), "gone"),
 }
-
-
 # Each case by one way, in turns.
 TURNS = [(case, [*RANKS][number % len(RANKS)]) for number, case in enumerate(REFUSALS)]
 
@@ -116,19 +108,15 @@ def wanted(case: str, way: str) -> tuple[int, int, str]:
 
 def place(folder: Path) -> Path:
     """A new folder with all files that a job needs."""
-    folder.mkdir(parents=True)
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    return write(folder, FILES)
 
 
-def check(case: str, way: str, folder: Path, ended: Ended, names: tuple[str, ...] = ()) -> None:
+def check(case: str, way: str, folder: Path, ended: Ended, names: str = "") -> None:
     """Compares how a job ended with how its case ends."""
     run, text = folder / "run", "\n".join(ended.lines)
     left = "run" if (run / "manifest.json").exists() else "rest" if run.exists() else "none"
     assert (ended.code, len(ended.lines), left) == wanted(case, way), f"{case}, {way}\n{text}"
-    assert all(name in line for name in names for line in ended.lines), f"{case}, {way}: {names}\n{text}"
+    assert all(named(line, names) for line in ended.lines), f"{case}, {way}: {names}\n{text}"
 
 
 def job(folder: Path, way: str, asked: Job) -> Ended:
@@ -136,21 +124,12 @@ def job(folder: Path, way: str, asked: Job) -> Ended:
     return Started(way, folder, asked).end()
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / "run" / "manifest.json").read_text())
-    return manifest
-
-
-def data_of(folder: Path) -> str:
-    """What the manifest says of the data, and the numbers that the hook was given."""
-    manifest = manifest_of(folder)
-    watched = folder / "watched"
+def result_of(folder: Path) -> list[object]:
+    """What the manifest says of the data, the numbers that the hook was given, and the model's bytes."""
+    found = manifest(folder / "run")
+    watched, model = (folder / name for name in ("watched", "run/model.safetensors"))
     hooked = watched.read_text() if watched.exists() else ""
-    return json.dumps([manifest["data"], manifest["fingerprint"], manifest["steps_done"], hooked])
-
-
-def bits_of(folder: Path) -> str:
-    return hashlib.sha256((folder / "run" / "model.safetensors").read_bytes()).hexdigest()
+    return [found["data"], found["fingerprint"], found["steps_done"], hooked, model.read_bytes()]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +138,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = place(tmp_path_factory.mktemp("ways") / "whole")
     check("own", "launcher 2", folder, job(folder, "launcher 2", Job("own.py", WATCHED)))
     assert len((folder / "watched").read_text().splitlines()) == 3, "once for a job, not for a rank"
-    assert "24" in manifest_of(folder)["fingerprint"]["training data"].split()
+    assert "24" in manifest(folder / "run")["fingerprint"]["training data"].split()
     return folder
 
 
@@ -169,15 +148,15 @@ def test_a_custom_task_is_trained_and_resumed_to_the_same_bits(tmp_path: Path, w
     steps = [("stop", "launcher 1", "2"), ("stop", "torchrun 2", "3"), ("stop", "slurm 2", "4")]
     for case, way, after in steps:
         check(case, way, folder, job(folder, way, asked._replace(options={"stop-after": after})))
-        assert manifest_of(folder)["status"] == "stopped"
-        assert manifest_of(folder)["world_size"] == RANKS[way]
+        found = manifest(folder / "run")
+        assert (found["status"], found["world_size"]) == ("stopped", RANKS[way])
     check("resume", "fit", folder, job(folder, "fit", asked))
-    assert (bits_of(folder), data_of(folder)) == (bits_of(whole), data_of(whole))
+    assert result_of(folder) == result_of(whole)
     before = (folder / "run" / "manifest.json").read_bytes()
     check("finished", "torchrun 1", folder, job(folder, "torchrun 1", asked))
     for way in ("launcher 2", "fit"):
         other = asked._replace(settings={**WATCHED, "seed": 7})
-        check("other", way, folder, job(folder, way, other), ("seed",))
+        check("other", way, folder, job(folder, way, other), "seed")
     assert (folder / "run" / "manifest.json").read_bytes() == before
 
 
@@ -186,8 +165,7 @@ def test_what_is_wrong_is_refused(case: str, way: str, tmp_path: Path) -> None:
     asked, names = REFUSALS[case]
     folder = place(tmp_path / "here")
     if case == "full":
-        (folder / "run").mkdir()
-        (folder / "run" / "config.yaml").write_text("precious")
+        write(folder, {"run/config.yaml": "precious"})
     check(case, way, folder, job(folder, way, asked), names)
 
 
@@ -197,7 +175,7 @@ def test_a_signal_while_it_prepares(way: str, tmp_path: Path) -> None:
     started = Started(way, folder, Job("slow.py"))
     until((folder / "prepares").exists)  # by rank 0; another one waits for it
     started.send(signal.SIGTERM)
-    check("signal", way, folder, started.end(), ("SIGTERM",))
+    check("signal", way, folder, started.end(), "SIGTERM")
 
 
 def test_a_signal_while_it_prepares_to_resume(tmp_path: Path) -> None:
@@ -208,7 +186,7 @@ def test_a_signal_while_it_prepares_to_resume(tmp_path: Path) -> None:
         started = Started(way, folder, Job("slow.py"))
         until((folder / "prepares").exists)
         started.send(signal.SIGTERM)
-        check("requeue", way, folder, started.end(), ("SIGTERM",))
+        check("requeue", way, folder, started.end(), "SIGTERM")
 
 
 def test_ranks_that_fail_are_started_again(tmp_path: Path, whole: Path) -> None:
@@ -216,8 +194,9 @@ def test_ranks_that_fail_are_started_again(tmp_path: Path, whole: Path) -> None:
     settings = {"data.limit": 24, "hooks.use": ["once.py:Once"], "checkpoint.every": 1}
     folder = place(tmp_path / "here")
     assert job(folder, "torchrun 2", Job("own.py", settings, {"max-restarts": "1"})).code == 0
-    assert manifest_of(folder)["restarts"] == 1
-    assert bits_of(folder) == bits_of(whole)
+    assert manifest(folder / "run")["restarts"] == 1
+    model = Path("run/model.safetensors")
+    assert (folder / model).read_bytes() == (whole / model).read_bytes()
 
 
 def test_data_that_take_longer_than_the_limits_of_a_step(tmp_path: Path) -> None:

@@ -29,13 +29,11 @@ def here(tmp_path: Path) -> Path:
 
 def lines(text: str) -> list[dict[str, Any]]:
     """Each line as an object, with the keys that all have."""
-    found = []
-    for line in text.splitlines():
-        one = json.loads(line)
-        assert one.keys() == {"time", "level", "rank", "message"}, line
+    found = [json.loads(line) for line in text.splitlines()]
+    for one in found:
+        assert one.keys() == {"time", "level", "rank", "message"}, one
         assert datetime.fromisoformat(one["time"]).tzinfo is not None
         assert one["message"] == one["message"].strip() != ""
-        found.append(one)
     return found
 
 
@@ -51,8 +49,7 @@ RANKS = ("--nproc-per-node", "2", "data.micro_batch_size=4")
 def test_a_run_on_two_ranks_is_told_in_objects_and_each_says_whose_its_lines_are(here: Path) -> None:
     """With what a start does, once for all ranks."""
     (here / "mine.py").write_text(TALKS)
-    words = ["--out", "run", "-v"]
-    done = train(here, *JSON, *RANKS, *words, task="mine.py")
+    done = train(here, *JSON, *RANKS, "--out", "run", "-v", task="mine.py")
     assert done.returncode == 0, done.stderr
     lines(done.stderr)
     said = lines(done.stdout)

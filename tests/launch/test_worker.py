@@ -28,8 +28,7 @@ from trainer.train.request import PreparedRun, Request, as_json, from_json
 
 def in_a_fork(check: Callable[[], object]) -> None:
     """Lets a fork be the rank: handlers, signal mask and faulthandler are pytest's here."""
-    child = os.fork()
-    if not child:
+    if not (child := os.fork()):
         try:
             check()
             os._exit(0)
@@ -44,19 +43,12 @@ def launched(folder: Path) -> Path:
     return folder
 
 
-def end(how: str) -> int:
-    if how == "raises":
-        raise BadInputError("no such recipe")
-    return EXIT_REQUEUE
-
-
 def test_a_ranks_fork_is_no_rank(tmp_path: Path) -> None:
     """A loader's worker, say: SIGTERM ends it, and it has no flag."""
 
     def check() -> None:
         with Worker(tmp_path):
-            child = os.fork()
-            if not child:
+            if not (child := os.fork()):
                 alone = current() is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
                 os._exit(0 if alone else 3)
             _, status = os.waitpid(child, 0)
@@ -66,9 +58,9 @@ def test_a_ranks_fork_is_no_rank(tmp_path: Path) -> None:
     in_a_fork(check)
 
 
-@pytest.mark.parametrize(("how", "code", "exit_code"), [("ends", 75, 0), ("raises", 2, 2)])
+@pytest.mark.parametrize(("raises", "code", "exit_code"), [(False, 75, 0), (True, 2, 2)])
 def test_what_a_rank_took_is_given_back_however_it_ends(
-    tmp_path: Path, how: str, code: int, exit_code: int
+    tmp_path: Path, raises: bool, code: int, exit_code: int
 ) -> None:
     def check() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
@@ -81,7 +73,9 @@ def test_what_a_rank_took_is_given_back_however_it_ends(
             worker.hold(object())
             os.kill(os.getpid(), signal.SIGUSR1)
             assert requested() is signal.SIGUSR1
-            rank.code = end(how)
+            if raises:
+                raise BadInputError("no such recipe")
+            rank.code = EXIT_REQUEUE
         assert {number: signal.getsignal(number) for number in SIGNALS} == before
         assert set(SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
         assert (current(), requested()) == (None, None)
@@ -120,7 +114,7 @@ def test_nobody_else_reads_what_ranks_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
 
     def check() -> None:  # in a fork: a rank that has ended takes no more signals

@@ -43,13 +43,10 @@ def test_a_figure_that_was_not_finite_is_a_gap() -> None:
     assert line_chart("Loss", [Line("limit", cells, -1)], last=5) == ""
 
 
-@given(
-    st.floats(-1e150, 1e150),
-    st.floats(0, 1e150),
-    st.sampled_from(["number", "count", "share", "bytes"]),
-    st.booleans(),
-    st.booleans(),
-)
+KINDS = st.sampled_from(["number", "count", "share", "bytes"])
+
+
+@given(st.floats(-1e150, 1e150), st.floats(0, 1e150), KINDS, st.booleans(), st.booleans())
 def test_axes_have_a_few_round_ticks_between_their_ends(
     low: float, span: float, kind: Any, zero: bool, may_log: bool
 ) -> None:

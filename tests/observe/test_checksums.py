@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.observe import checksums
 from trainer.observe.checksums import (
     ChecksumRow,
     FirstDifference,
-    checksums_to,
     fingerprints_of,
-    first_difference,
     last_names,
     read_checksums,
 )
@@ -43,12 +42,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [
-        (torch.float32, ()),
-        (torch.bool, (7,)),
-        (torch.uint8, (3, 1023)),
-        (torch.float32, (3 * 8192 + 5,)),
-    ],
+    [(torch.float32, ()), (torch.bool, (7,)), (torch.uint8, (3, 1023)), (torch.float32, (3 * 8192 + 5,))],
 )
 def test_any_flipped_bit_is_seen_and_where(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     random = np.random.default_rng(0)
@@ -123,7 +117,7 @@ def test_neither_threads_nor_strides_nor_nan_count() -> None:
 
 def written(*rows: tuple[dict[str, Any], list[int]], known: list[str] | None = None, step: int = 0) -> str:
     file = io.StringIO()
-    write = checksums_to(file, ["a", "b"], known or [], step)
+    write = checksums.checksums_to(file, ["a", "b"], known or [], step)
     for row, prints in rows:
         write(row, prints)
     return file.getvalue()
@@ -132,22 +126,14 @@ def written(*rows: tuple[dict[str, Any], list[int]], known: list[str] | None = N
 def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
     file = tmp_path / "checksums.jsonl"
     metrics = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "updates": 3}
-    text = written(
-        ({"kind": "train", "step": 2, **metrics}, [-1, 255]),
-        ({"kind": "eval", "step": 2, "loss": 5e-324}, []),
-    )
+    evaluated = ({"kind": "eval", "step": 2, "loss": 5e-324}, list[int]())
+    text = written(({"kind": "train", "step": 2, **metrics}, [-1, 255]), evaluated)
     file.write_text(text + '{"kind": "train", "win')
     rows, names, bad = read_checksums(file)
     assert (names, bad) == (["a", "b"], 0), "the last line was cut off"
-    assert rows == [
-        ChecksumRow(
-            "train",
-            2,
-            {"loss": "0.30000000000000004", "nan": "nan", "inf": "-inf", "zero": "-0.0", "updates": "3"},
-            {"a": "f" * 16, "b": "00000000000000ff"},
-        ),
-        ChecksumRow("eval", 2, {"loss": "5e-324"}, {}),
-    ]
+    exact = {"loss": "0.30000000000000004", "nan": "nan", "inf": "-inf", "zero": "-0.0", "updates": "3"}
+    first = ChecksumRow("train", 2, exact, {"a": "f" * 16, "b": "00000000000000ff"})
+    assert rows == [first, ChecksumRow("eval", 2, {"loss": "5e-324"}, {})]
     assert read_checksums(tmp_path / "none") == ([], [], 0)
     file.write_text(text + "[]\n{}\nx\n" + '{"kind": "train", "step": 4, "tensors": ["1"]}\n')
     assert len(read_checksums(file)[0]) == 2 and read_checksums(file)[2] == 4
@@ -160,11 +146,9 @@ def test_the_last_names_are_found_without_keeping_the_rows(tmp_path: Path) -> No
     file.write_text(written(row) + 'x "names"\n["names"]\n{"kind": "train", "names": 1, "step": 3}\n')
     assert last_names(file) == ["a", "b"]
     later = json.dumps({"kind": "names", "step": 4, "tensors": ["c"]})
-    with file.open("a") as rows:
-        rows.write(later)
+    file.write_text(file.read_text() + later)
     assert last_names(file) == ["a", "b"] == read_checksums(file)[1], "the last line was cut off"
-    with file.open("a") as rows:
-        rows.write("\n" + written(row, known=["a", "b"]))
+    file.write_text(file.read_text() + "\n" + written(row, known=["a", "b"]))
     assert last_names(file) == ["c"] == read_checksums(file)[1]
 
 
@@ -191,4 +175,4 @@ RUN = [row(2), row(4), row(4, "eval"), row(6)]
     ],
 )
 def test_the_first_difference_is_found(again: list[ChecksumRow], found: FirstDifference | None) -> None:
-    assert first_difference(RUN, again) == found
+    assert checksums.first_difference(RUN, again) == found

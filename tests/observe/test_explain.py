@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.forked import attempt, replace, small
+from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from trainer.observe.advice import Advisor
 from trainer.observe.diagnosis import Facts, diagnose, explained, merge
@@ -23,13 +24,11 @@ FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samp
 @pytest.mark.compat
 def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert attempt(folder, small(log={"price_per_hour": 3600.0})).code == 0
+    attempt(folder, small(log={"price_per_hour": 3600.0}), code=0)
     rows = read_rows(folder, ())
     (verdict,) = [row for row in rows if row["kind"] == "verdict" and row["final"]]
-    assert verdict["step"] == 16
-    assert verdict["text"]
     end = rows[-1]
-    assert end["kind"] == "end"
+    assert (verdict["step"], bool(verdict["text"]), end["kind"]) == (16, True, "end")
     parts = sum(end[f"time/{phase}"] for phase in (*PHASES, "unexplained"))
     assert parts == pytest.approx(end["time/wall"])
     assert end["time/evaluation"] > 0
@@ -69,17 +68,15 @@ def test_no_memory_is_a_paragraph_and_no_traceback(tmp_path: Path) -> None:
 
         replace(Classification, "loss", more)
 
-    ended = attempt(tmp_path / "run", before=greedy)
-    assert ended.code == 1
+    ended = attempt(tmp_path / "run", before=greedy, code=1)
     assert "Traceback" not in ended.said
-    assert "out of host memory in test_explain.py" in ended.line
-    assert "data.micro_batch_size" in ended.line
+    assert named(ended.line, "host test_explain.py data.micro_batch_size")
 
 
 def row(step: int, **times: float) -> dict[str, Any]:
-    wall = {"time/wall": 1.0, "time/forward": 1 - sum(times.values())}
-    named = {f"time/{phase}": seconds for phase, seconds in times.items()}
-    return {"kind": "train", "step": step, "samples_per_s": 1.0, **wall, **named}
+    split = {"wall": 1.0, "forward": 1 - sum(times.values()), **times}
+    shown = {f"time/{phase}": seconds for phase, seconds in split.items()}
+    return {"kind": "train", "step": step, "samples_per_s": 1.0, **shown}
 
 
 def test_a_moment_is_no_reason_to_speak_and_a_change_is() -> None:
@@ -89,8 +86,7 @@ def test_a_moment_is_no_reason_to_speak_and_a_change_is() -> None:
         advisor(row(step, checkpoint=share))
     assert [(one["step"], one["cause"]) for one in told] == [(4, "checkpoint"), (7, "none")]
     verdict = advisor.conclude(9, row(9))
-    assert verdict is not None
-    assert verdict.cause == "checkpoint"
+    assert verdict is not None and verdict.cause == "checkpoint"
     assert verdict.share == pytest.approx(0.45)
     assert told[-1]["final"] == 1
 
@@ -100,10 +96,8 @@ def test_rows_are_merged_by_their_time() -> None:
     second = {"time/wall": 3.0, "time/data": 0.0, "cpu/used": 2.0, "slow_rank": 1, "slow_excess": 0.1}
     rows: list[Any] = [{**first, "slow_phase": "data"}, {**second, "slow_phase": "forward"}]
     merged = merge([*rows, {"time/wall": 4.0}])
-    assert merged["time/wall"] == 8.0
-    assert merged["time/data"] == 0.5
+    assert (merged["time/wall"], merged["time/data"], merged["slow_rank"]) == (8.0, 0.5, 1)
     assert merged["cpu/used"] == pytest.approx(1.75)
-    assert merged["slow_rank"] == 1
     assert merged["slow_excess"] == pytest.approx((3 * 0.1 - 0.1) / 4)  # rank 0 was the slow one for a while
 
 

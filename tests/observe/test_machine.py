@@ -28,10 +28,9 @@ def process(pid: int, seconds: float, below: str = "", **metrics: int) -> dict[s
     """The files of a process; half of its seconds were of children that it waited for."""
     quarter = int(seconds * TICKS / 4)
     ticks = f"{quarter} {quarter} {quarter} {quarter}"
-    stat = f"{pid} (a) b) (c) S 1 1 1 0 -1 4194560 9 0 0 0 {ticks} 20 0 5 0 1 1 1"
     io = f"rchar: 9\nwchar: 9\nread_bytes: {metrics.get('read', 0)}\nwrite_bytes: {metrics.get('written', 0)}"
     return {
-        f"proc/{pid}/stat": stat,
+        f"proc/{pid}/stat": f"{pid} (a) b) (c) S 1 1 1 0 -1 4194560 9 0 0 0 {ticks} 20 0 5 0 1 1 1",
         f"proc/{pid}/io": f"{io}\ncancelled_write_bytes: 0",
         f"proc/{pid}/statm": f"99999 {metrics.get('resident', 100)} {metrics.get('shared', 10)} 1 0 1 0",
         f"proc/{pid}/task/{pid}/children": below,
@@ -42,41 +41,29 @@ def process(pid: int, seconds: float, below: str = "", **metrics: int) -> dict[s
 def box(root: Path, scale: float, files: dict[str, str] | None = None) -> Path:
     """A host after `scale` seconds: torchrun, a rank (10) with two workers (20, 21), another rank (11)."""
     busy = f"{int(20 * scale * TICKS)} 0 {int(2 * scale * TICKS)} 99 50 0 0 {int(scale * TICKS)} 0 0"
-    net = "\n".join(
-        [
-            "Inter-|   Receive  |  Transmit",
-            " face |bytes packets",
-            f"    lo: {int(7 * scale)} 1 0 0 0 0 0 0 {int(7 * scale)} 1 0 0 0 0 0 0",
-            f"  eth0: {int(1000 * scale)} 1 0 0 0 0 0 0 {int(500 * scale)} 1 0 0 0 0 0 0",
-            f"docker0: {int(4000 * scale)} 1 0 0 0 0 0 0 {int(4000 * scale)} 1 0 0 0 0 0 0",
-        ]
-    )
-    write(
-        root,
-        {
-            "sys/devices/system/cpu/online": "0-63",
-            "proc/stat": f"cpu  {busy}\ncpu0 {busy}",
-            "proc/net/dev": net,
-            "sys/class/net/eth0/device/vendor": "x",
-            **process(1, 2 + 0.0 * scale, "10 11"),
-            **process(10, 2 + 1.0 * scale, "20 21", resident=1000),
-            **process(11, 2 + 2.0 * scale, read=10),
-            **process(20, 2 + 3.0 * scale, read=int(100 * scale), resident=int(300 + 50 * scale)),
-            **process(21, 2 + 4.0 * scale, written=int(30 * scale), resident=300),
-            **(files or {}),
-        },
-    )
-    return root
+    net = "Inter-|   Receive  |  Transmit\n face |bytes packets"
+    for name, received, sent in (("lo", 7, 7), ("eth0", 1000, 500), ("docker0", 4000, 4000)):
+        net += f"\n{name:>6}: {int(received * scale)} 1 0 0 0 0 0 0 {int(sent * scale)} 1 0 0 0 0 0 0"
+    host = {
+        "sys/devices/system/cpu/online": "0-63",
+        "proc/stat": f"cpu  {busy}\ncpu0 {busy}",
+        "proc/net/dev": net,
+        "sys/class/net/eth0/device/vendor": "x",
+        **process(1, 2 + 0.0 * scale, "10 11"),
+        **process(10, 2 + 1.0 * scale, "20 21", resident=1000),
+        **process(11, 2 + 2.0 * scale, read=10),
+        **process(20, 2 + 3.0 * scale, read=int(100 * scale), resident=int(300 + 50 * scale)),
+        **process(21, 2 + 4.0 * scale, written=int(30 * scale), resident=300),
+    }
+    return write(root, host | (files or {}))
 
 
-def seen(root: Path, files: tuple[dict[str, str], dict[str, str]] = ({}, {})) -> dict[str, Any]:
+def seen(root: Path, *files: dict[str, str]) -> dict[str, Any]:
     """Metrics of two seconds."""
-    box(root, 1.0, files=files[0])
-    looks = JobCounters(read_limits(root), root, pid=10)
+    looks = JobCounters(read_limits(box(root, 1.0, *files[:1])), root, pid=10)
     before, _ = looks.counters(), looks.resident()
-    box(root, 3.0, files=files[1])
-    after = looks.counters()
-    return {**rates(before, after, 2.0), "rss": looks.resident()}
+    box(root, 3.0, *files[1:])
+    return {**rates(before, looks.counters(), 2.0), "rss": looks.resident()}
 
 
 def test_a_rank_with_its_workers(tmp_path: Path) -> None:
@@ -101,11 +88,7 @@ def test_a_worker_that_ended_is_not_lost(tmp_path: Path) -> None:
             file.unlink()
     write(tmp_path, process(10, 3 + 5, "21 22") | process(22, 4))
     looks.counters()  # notices that one is gone
-    after = looks.counters()
-    assert after["used"] - before["used"] == pytest.approx(5 - 5 + 4)
-
-
-V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+    assert looks.counters()["used"] - before["used"] == pytest.approx(5 - 5 + 4)
 
 
 def test_v2_with_a_quota(tmp_path: Path) -> None:
@@ -113,20 +96,19 @@ def test_v2_with_a_quota(tmp_path: Path) -> None:
         stat = f"usage_usec {int(used * 1e6)}\nuser_usec 1\nnr_periods 100\nnr_throttled {stops}\n"
         return {
             "proc/self/cgroup": "0::/job",
-            "proc/self/mountinfo": V2,
+            "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
             "sys/fs/cgroup/cpu.stat": "usage_usec 99000000",
             "sys/fs/cgroup/job/cpu.max": "200000 100000",
             "sys/fs/cgroup/job/cpu.stat": f"{stat}throttled_usec {int(stopped * 1e6)}",
         }
 
     # Eight threads with a quota of two CPUs, all the time: three quarters of it they stand still.
-    found = seen(tmp_path, files=(at(1, 0, 0), at(1 + 4, 20, 12)))
-    assert found["cpu/used"] == pytest.approx(2.0)
-    assert found["cpu/throttled"] == pytest.approx(0.75)
+    found = seen(tmp_path, at(1, 0, 0), at(1 + 4, 20, 12))
+    assert (found["cpu/used"], found["cpu/throttled"]) == pytest.approx((2.0, 0.75))
     # The same for a tenth of the time.
-    found = seen(tmp_path, files=(at(5, 20, 12), at(5 + 1, 22, 12 + 1.2)))
+    found = seen(tmp_path, at(5, 20, 12), at(5 + 1, 22, 12 + 1.2))
     assert found["cpu/throttled"] == pytest.approx(0.075)
-    assert seen(tmp_path, files=(at(5, 20, 12), at(6, 20, 12)))["cpu/throttled"] == 0
+    assert seen(tmp_path, at(5, 20, 12), at(6, 20, 12))["cpu/throttled"] == 0
 
 
 def test_v1_with_a_quota(tmp_path: Path) -> None:
@@ -142,7 +124,7 @@ def test_v1_with_a_quota(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpuacct/job/cpuacct.usage": str(int(used * 1e9)),
         }
 
-    found = seen(tmp_path, files=(at(1, 0, 0), at(3, 40, 2)))
+    found = seen(tmp_path, at(1, 0, 0), at(3, 40, 2))
     assert (found["cpu/used"], found["cpu/throttled"]) == pytest.approx((1.0, 0.5))
 
 
@@ -175,16 +157,12 @@ class FakeNvml:
     }
 
     def __init__(self, *untold: str) -> None:
-        first = {"uuid": "GPU-aaaa-1", "power": 100_000, "energy": 5_000_000, "reasons": 0x4, "busy": 40}
-        second = {"uuid": "GPU-bbbb-2", "power": 300_000, "energy": 9_000_000, "reasons": 0x1, "busy": 60}
-        self.gpus: list[dict[str, Any]] = [
-            {**first, "clock": 1000, "used": 10 * GIB},
-            {**second, "clock": 1000, "used": 30 * GIB},
-        ]
+        names = ("clock", "uuid", "power", "energy", "reasons", "busy", "used")
+        first = (1000, "GPU-aaaa-1", 100_000, 5_000_000, 0x4, 40, 10 * GIB)
+        second = (1000, "GPU-bbbb-2", 300_000, 9_000_000, 0x1, 60, 30 * GIB)
+        told: list[dict[str, Any]] = [dict(zip(names, gpu, strict=True)) for gpu in (first, second)]
+        self.gpus = [{name: one for name, one in gpu.items() if name not in untold} for gpu in told]
         self.closed = 0
-        for gpu in self.gpus:
-            for name in untold:
-                del gpu[name]
 
     def __getattr__(self, name: str) -> Any:
         if (kind := name.removeprefix("nvmlDevice")) not in self.TOLD:
@@ -253,23 +231,20 @@ def test_energy_from_power_where_there_is_no_counter() -> None:
 
 
 def test_what_is_not_told_is_absent() -> None:
-    assert Nvml({}, 2, FakeNvml("busy", "used", "clock", "power", "reasons", "energy")).sample(0.5) == (
-        {},
-        [],
-    )
+    silent = FakeNvml("busy", "used", "clock", "power", "reasons", "energy")
+    assert Nvml({}, 2, silent).sample(0.5) == ({}, [])
     mig, _ = Nvml({"CUDA_VISIBLE_DEVICES": "MIG-x"}, 1, FakeNvml()).sample(0.5)
     assert mig == {"gpu/memory_bytes": GIB, "gpu/memory_total_bytes": 80 * GIB}
 
 
 def test_a_gpu_that_does_not_tell_its_place_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the ranks after it would be bound to the CPUs of another GPU."""
-    places = {"GPU-bbbb-2": b"00000000:3B:00.0"}
 
     class Silent(FakeNvml):
         def nvmlDeviceGetPciInfo(self, handle: dict[str, Any]) -> Any:  # noqa: N802
-            if handle["uuid"] not in places:
+            if handle["uuid"] != "GPU-bbbb-2":
                 raise Lost
-            return SimpleNamespace(busId=places[handle["uuid"]])
+            return SimpleNamespace(busId=b"00000000:3B:00.0")
 
     monkeypatch.setitem(sys.modules, "pynvml", Silent())
     assert bus_ids({}, 2) == ["", "00000000:3B:00.0"]
@@ -277,18 +252,13 @@ def test_a_gpu_that_does_not_tell_its_place_keeps_its_number(monkeypatch: pytest
     assert gpu_nodes(["", "nonsense"]) == [None, None]
 
 
-def wait_for_figures(machine: Machine) -> dict[str, float | str]:
-    return until(machine.take, "no sample came")
-
-
 def test_a_machine_hands_out_means_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "_END_SECONDS", SECONDS)
     nvml = FakeNvml()
     machine = Machine(True, 2, interval=0.02, environ={}, nvml=nvml)
     try:
-        found = wait_for_figures(machine)
-        assert found["gpu/power_w"] == 200.0
-        assert found["gpu/throttle_reason"] == "power"
+        found = until(machine.take, "no sample came")
+        assert (found["gpu/power_w"], found["gpu/throttle_reason"]) == (200.0, "power")
         assert found["energy/joules"] == 0.0
         assert float(found["cpu/limit"]) == read_limits().cpus
         assert 50 << 20 < float(found["memory/rss_bytes"]) < 50 * GIB

@@ -1,6 +1,5 @@
 """Promise: memory figures are right, and running out names the remedies."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,6 @@ class Allocator:
         self.peak = max(self.peak, self.allocated)
         self.reserved = max(self.reserved, self.allocated)
 
-    def empty(self) -> None:
-        self.reserved = self.allocated
-
     def stats(self, _: Any = None) -> dict[str, Any]:
         return {
             "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak}},
@@ -40,15 +36,15 @@ class Allocator:
 
 
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     fake = Allocator()
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fake.stats)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _=None: fake.allocated)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _=None: fake.reserved)
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda _=None: "the summary")
-    monkeypatch.setattr(torch.cuda, "empty_cache", fake.empty)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(fake, "reserved", fake.allocated))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"pickle"))
-    yield fake
+    return fake
 
 
 def test_figures_of_a_gpu(allocator: Allocator) -> None:
@@ -65,9 +61,8 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
     assert (row["kind"], row["step"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
     assert row["memory/allocated_bytes"] == 5 * GIB
     assert memory_metrics(torch.device("cpu")) == {}
-    assert set(memory_row(7, 0.5, "end", torch.device("cpu"))) == {
-        *("kind", "step", "epoch", "at", "memory/rss_bytes")
-    }
+    on_cpu = memory_row(7, 0.5, "end", torch.device("cpu"))
+    assert set(on_cpu) == {"kind", "step", "epoch", "at", "memory/rss_bytes"}
 
 
 def test_the_cache_is_given_back_only_if_asked_for(allocator: Allocator) -> None:
@@ -80,17 +75,12 @@ def test_the_cache_is_given_back_only_if_asked_for(allocator: Allocator) -> None
     assert after_evaluation(MemoryConfig(empty_cache="after_eval"), torch.device("cpu")) == {}
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_holders_are_counted_once() -> None:
     model = nn.Linear(1024, 1024, bias=False)
     model.tied = model.weight
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
-    return model, optimizer
-
-
-def test_holders_are_counted_once() -> None:
-    model, optimizer = trained()
     held = held_by(model, optimizer, average=[torch.zeros(1024, 512)], batch=[next(model.parameters())])
     assert held["weights"] == held["gradients"] == 4 * MIB
     assert 8 * MIB <= held["optimizer state"] < 8 * MIB + 100
@@ -108,10 +98,8 @@ HELD = {"optimizer state": 8 * GIB, "weights": 4 * GIB, "gradients": 4 * GIB}
 
 
 def explained(allocated: float, cached: float, tmp_path: Path, **settings: Any) -> str:
-    try:
-        raise torch.OutOfMemoryError(MESSAGE.format(allocated=allocated, cached=cached))
-    except torch.OutOfMemoryError as error:
-        return explain_oom(error, GPU, tmp_path, HELD, **{"micro_batch_size": 64, **settings})
+    error = torch.OutOfMemoryError(MESSAGE.format(allocated=allocated, cached=cached))
+    return explain_oom(error, GPU, tmp_path, HELD, **{"micro_batch_size": 64, **settings})
 
 
 @pytest.mark.usefixtures("allocator")
@@ -121,8 +109,7 @@ def test_activations_are_what_is_left(tmp_path: Path) -> None:
     assert named(text, "data.micro_batch_size=32 memory.checkpointing=blocks precision.mode=bf16")
     done = explained(76.0, 0.5, tmp_path, micro_batch_size=1, checkpointing="blocks", precision="bf16")
     assert not named(done, "data.micro_batch_size") and not named(done, "precision.mode=bf16")
-    assert "expandable_segments" not in text
-    assert "\n" not in text
+    assert "expandable_segments" not in text and "\n" not in text
     assert (tmp_path / "memory_summary.txt").read_text() == "the summary"
     assert (tmp_path / "memory_snapshot.pickle").exists()
 
@@ -135,11 +122,10 @@ def test_fragments_and_others_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_the_host_runs_out(tmp_path: Path) -> None:
-    try:
+    with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 50)
-    except RuntimeError as error:
-        assert is_out_of_memory(error)
-        text = explain_oom(error, torch.device("cpu"), tmp_path, {"weights": GIB}, micro_batch_size=8)
+    assert is_out_of_memory(raised.value)
+    text = explain_oom(raised.value, torch.device("cpu"), tmp_path, {"weights": GIB}, micro_batch_size=8)
     assert named(text, "host test_memory_report.py 4194304.00 1.00")
     assert not list(tmp_path.iterdir())
     assert not is_out_of_memory(RuntimeError("shapes differ"))
@@ -173,20 +159,14 @@ OTHERS = [
 ]
 
 
-@pytest.fixture
-def fill(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets a GPU seem to be there, of which a share is free."""
+def test_every_way_to_say_that_memory_ran_out_is_known(
+    monkeypatch: pytest.MonkeyPatch, allocator: Allocator, tmp_path: Path
+) -> None:
+    """On a GPU that is there, of which first a third is free."""
+    free = [0.3]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    return lambda free: monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda *_: (int(free * 80 * GIB), 80 * GIB)
-    )
-
-
-def test_every_way_to_say_that_memory_ran_out_is_known(
-    fill: Callable[[float], None], allocator: Allocator, tmp_path: Path
-) -> None:
-    fill(0.3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(free[0] * 80 * GIB), 80 * GIB))
     kinds = [RuntimeError, *([torch.AcceleratorError] if hasattr(torch, "AcceleratorError") else [])]
     for words, sure in GPU_WORDS:
         for error in [kind(words) for kind in kinds]:
@@ -196,7 +176,7 @@ def test_every_way_to_say_that_memory_ran_out_is_known(
     assert is_out_of_memory(RuntimeError("could not create a primitive"), probing=True)
     for other in (*OTHERS, RuntimeError("could not create a primitive")):
         assert not is_out_of_memory(other), other
-    fill(0.01)
+    free[0] = 0.01
     assert all(is_out_of_memory(RuntimeError(words)) for words, _ in GPU_WORDS)
     assert not is_out_of_memory(OTHERS[0]) and is_out_of_memory(OTHERS[0], probing=True)
     allocator.take(20 * GIB)

@@ -4,6 +4,7 @@ import gc
 import gzip
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,6 @@ class Slow(nn.Module):
         for _ in range(6):
             wide = wide @ torch.ones(384, 384) / 384
         return x + wide.mean()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 4, 3)
-        self.slow = Slow()
-        self.blocks = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.blocks(self.slow(self.stem(x)))
-        return result
 
 
 @pytest.fixture(autouse=True)
@@ -72,39 +61,30 @@ def train(model: nn.Module, profile: Profile | None, steps: int) -> list[float]:
     return losses
 
 
-def make_net() -> Net:
+def make_net() -> nn.Module:
     torch.manual_seed(1)
-    return Net()
-
-
-def profiled(folder: Path) -> tuple[str, Net, list[float]]:
-    model = make_net()
-    profile = Profile(folder, model, CPU, skip=2, warm_up=1, active=3)
-    losses = train(model, profile, 9)
-    return profile.close(), model, losses
-
-
-def read_trace(folder: Path) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = json.loads(gzip.decompress((folder / TRACE).read_bytes()))["traceEvents"]
-    return events
+    blocks = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))
+    return nn.Sequential(OrderedDict(stem=nn.Conv2d(1, 4, 3), slow=Slow(), blocks=blocks))
 
 
 def test_phases_and_modules_are_shown_and_the_run_stays_as_it_is(tmp_path: Path) -> None:
     heard: list[Phase] = []
     PHASE_TIMER.on_device = heard.append
-    text, model, losses = profiled(tmp_path)
+    profile = Profile(tmp_path, model := make_net(), CPU, skip=2, warm_up=1, active=3)
+    losses = train(model, profile, 9)
+    text = profile.close()
     assert PHASE_TIMER.on_device == heard.append
     assert len(heard) == 9 * 5  # and it heard every mark
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     plain = make_net()
     assert train(plain, None, 9) == losses
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-    names = [event.get("name", "") for event in read_trace(tmp_path) if event.get("ph") == "X"]
+    events = json.loads(gzip.decompress((tmp_path / TRACE).read_bytes()))["traceEvents"]
+    names = [event.get("name", "") for event in events if event.get("ph") == "X"]
     modules = ("stem", "slow", "blocks", "blocks.0", "blocks.1")
-    for shown in ("data", "forward", "backward", "update"):
-        assert names.count(f"phase/{shown}") == 3, shown
-    for module in modules:
-        assert names.count(f"module/{module}") == 3, module
+    shown = [f"phase/{phase}" for phase in ("data", "forward", "backward", "update")]
+    for name in (*shown, *(f"module/{module}" for module in modules)):
+        assert names.count(name) == 3, name
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
     operators, table, trace = text.split("\n\n")
     assert len(operators.splitlines()) == 21 and "aten::mm " in operators

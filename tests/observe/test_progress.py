@@ -24,20 +24,9 @@ from trainer.observe.progress import Progress, check_metrics_port, served
 
 ABOUT = {"run": "a", "run_id": "0f"}
 TRAIN = {
-    "kind": "train",
-    "step": 20,
-    "epoch": 1.5,
-    "loss": 0.25,
-    "loss/box": 0.125,
-    "lr": 1e-3,
-    "updates": 19.0,
-    "samples_per_s": 800.0,
-    "time/wall": 2.0,
-    "time/data": 0.5,
-    "time/forward": 1.5,
-    "time/gc": 0.1,
-    "slow_phase": "data",
-    "cpu/used": 1.25,
+    **{"kind": "train", "step": 20, "epoch": 1.5, "loss": 0.25, "loss/box": 0.125, "lr": 1e-3},
+    **{"updates": 19.0, "samples_per_s": 800.0, "slow_phase": "data", "cpu/used": 1.25},
+    **{"time/wall": 2.0, "time/data": 0.5, "time/forward": 1.5, "time/gc": 0.1},
 }
 
 
@@ -54,17 +43,17 @@ def read(page: str) -> dict[str, float]:
     return found
 
 
-def page_of(progress: Progress) -> str:
-    registry = CollectorRegistry()
-    registry.register(progress)
-    return generate_latest(registry).decode()
-
-
 def told(*rows: dict[str, Any], saved: int | None = None, **about: str) -> Progress:
     made = Progress({**ABOUT, **about}, 100, 10, lambda: saved)
     for row in rows:
         made(row)
     return made
+
+
+def page_of(*rows: dict[str, Any], **more: Any) -> str:
+    registry = CollectorRegistry()
+    registry.register(told(*rows, **more))
+    return generate_latest(registry).decode()
 
 
 def test_a_row_is_the_page_that_prometheus_gets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +62,7 @@ def test_a_row_is_the_page_that_prometheus_gets(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("trainer.observe.progress.time", times)
     evaluation = {"kind": "eval", "step": 20, "epoch": 1.5, "accuracy": 0.75, "night/accuracy": 0.5}
     verdict = {"kind": "verdict", "step": 20, "text": "data-cpu", "share": 0.4}
-    assert read(page_of(told(TRAIN, evaluation, verdict, saved=15))) == {
+    assert read(page_of(TRAIN, evaluation, verdict, saved=15)) == {
         'trainer_run_info{run="a",run_id="0f"}': 1,
         "trainer_step": 20,
         "trainer_steps": 100,
@@ -98,7 +87,7 @@ def test_a_row_is_the_page_that_prometheus_gets(monkeypatch: pytest.MonkeyPatch)
 def test_phases_stay_where_a_row_does_not_explain_itself() -> None:
     brief = {name: value for name, value in TRAIN.items() if not name.startswith("time/")}
     within = {"time/compile": 0.5, "time/gc": 0.25}  # parts of other phases
-    page = read(page_of(told({**TRAIN, **within}, {**brief, "step": 21})))
+    page = read(page_of({**TRAIN, **within}, {**brief, "step": 21}))
     assert page["trainer_step"] == 21
     shares = {name: value for name, value in page.items() if "phase" in name}
     assert shares == {'trainer_phase_share{phase="data"}': 0.25, 'trainer_phase_share{phase="forward"}': 0.75}
@@ -108,7 +97,7 @@ def test_numbers_and_labels_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
     odd = {"kind": "eval", "step": 1, "epoch": 0.1, 'a"b\\c\nd': 1.0}
     row = {**TRAIN, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
-    page = page_of(told(row, odd, run="AWS_SECRET_ACCESS_KEY=hunter2hunter2", recipe="no text: \udcff"))
+    page = page_of(row, odd, run="AWS_SECRET_ACCESS_KEY=hunter2hunter2", recipe="no text: \udcff")
     assert "hunter2" not in page
     found = read(page)
     assert math.isnan(found["trainer_loss"])
@@ -121,7 +110,7 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [one["query"] for one in board["templating"]["list"]]
     row = {**TRAIN, "grad_norm": 1.0, "tokens_per_s": 1.0, "memory_bytes": 1.0}
-    page = page_of(told(row, {"kind": "eval", "step": 1, "loss": 1.0}, saved=1))
+    page = page_of(row, {"kind": "eval", "step": 1, "loss": 1.0}, saved=1)
     asked = {name for query in queries for name in re.findall(r"\btrainer_\w+", query)}
     assert asked - {name.partition("{")[0] for name in read(page)} == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) >= 12
@@ -131,8 +120,7 @@ def test_the_page_is_served_on_this_host_alone() -> None:
     config = LogConfig(metrics_port=free_port())
     with served(config, told(TRAIN)):
         address = f"http://127.0.0.1:{config.metrics_port}/metrics"
-        with urllib.request.urlopen(address, timeout=60) as answer:
-            page = answer.read().decode()
+        page = urllib.request.urlopen(address, timeout=60).read().decode()
         assert read(page)["trainer_step"] == 20
         assert "python_" not in page and "process_" not in page
         with pytest.raises(ConnectionRefusedError):  # another address of the same host
@@ -159,23 +147,18 @@ def test_a_port_that_is_taken_is_refused_or_told(capsys: pytest.CaptureFixture[s
 def test_a_run_shows_what_its_rows_say_and_trains_the_same(tmp_path: Path, whole: Path) -> None:
     port, seen = free_port(), tmp_path / "seen.json"
 
-    def look_at_step_12() -> None:
-        def look(done: int) -> None:
-            if done == 12:
-                page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
-                seen.write_text(json.dumps(page.decode()))
-
-        before_each_step_ends(look)
+    def look(done: int) -> None:
+        if done == 12:
+            seen.write_bytes(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read())
 
     log = {"every": 2, "to": ["jsonl"], "metrics_port": port}
-    done = attempt(tmp_path / "run", small(log=log), before=look_at_step_12)
-    assert done.code == 0, done.said
-    page = read(json.loads(seen.read_text()))
-    rows = [row for row in read_rows(tmp_path / "run", ("train",)) if row["step"] == page["trainer_step"]]
+    attempt(tmp_path / "run", small(log=log), before=lambda: before_each_step_ends(look), code=0)
+    page = read(seen.read_text())
+    (row,) = [row for row in read_rows(tmp_path / "run", ("train",)) if row["step"] == page["trainer_step"]]
     assert page["trainer_step"] >= 8
-    assert (page["trainer_loss"], page["trainer_lr"]) == (rows[0]["loss"], rows[0]["lr"])
+    assert (page["trainer_loss"], page["trainer_lr"]) == (row["loss"], row["lr"])
     assert (page["trainer_steps"], page["trainer_checkpoint_step"]) in [(16, 5), (16, 10)]
-    measured = [row for row in read_rows(tmp_path / "run", ("eval",)) if row["step"] == 8]
-    assert page['trainer_eval{metric="accuracy"}'] == measured[0]["accuracy"]
+    (measured,) = [row for row in read_rows(tmp_path / "run", ("eval",)) if row["step"] == 8]
+    assert page['trainer_eval{metric="accuracy"}'] == measured["accuracy"]
     assert any(name.startswith("trainer_run_info{") and 'run="run"' in name for name in page)
     assert same(tmp_path / "run", whole)

@@ -16,16 +16,8 @@ from trainer.data.batch import Batch
 from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops
-from trainer.observe.log import Sources
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
-from trainer.observe.timeline import (
-    OF_DEVICE,
-    DeviceTimeline,
-    DeviceTimes,
-    clock_reading,
-    split_between,
-    straggler,
-)
+from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, DeviceTimes, clock_reading, split_between
 from trainer.train import loop
 from trainer.train.components.operations import count_operations
 from trainer.train.loop import train
@@ -45,22 +37,17 @@ class Slow(TokenTask):
         loss = super().loss(model, batch)
         self._clock.move(self._naps[0])
         if loss.requires_grad:
-            loss.register_hook(self._nap_in_backward)
+            loss.register_hook(lambda _: (self._clock.move(self._naps[1]), None)[1])
         return loss
 
-    def _nap_in_backward(self, _: torch.Tensor) -> None:
-        self._clock.move(self._naps[1])
 
-
-def rows_of(
-    task: Any, count: Any = None, nap: Callable[[str], object] = lambda _: None
-) -> list[dict[str, Any]]:
+def rows_of(task: Any, nap: Callable[[str], object]) -> list[dict[str, Any]]:
     """Trains 12 steps of two micro-batches; the rows of metrics. `nap` is called in each phase."""
     recipe = make_recipe(epochs=3, data={"global_batch_size": 8, "micro_batch_size": 4}, log={"every": 4})
     run = build_alone(recipe, task)
     rows: list[Any] = []
     PHASE_TIMER.reset()
-    out = rows_to(run, rows.append, sources=Sources(count=count))
+    out = rows_to(run, rows.append)
     load, step, saved = run.loader, run.state.optimizer.step, out.checkpoints.due
 
     def batches(wanted: range) -> Iterator[Batch]:
@@ -109,7 +96,7 @@ def test_time_is_found_where_it_was_spent(phase: str, monkeypatch: pytest.Monkey
     def nap(name: str) -> None:
         clock.move(NAP * (name == phase) + TICK * (name == "update"))
 
-    rows = rows_of(Slow(clock, **model), nap=nap)
+    rows = rows_of(Slow(clock, **model), nap)
     assert len(rows) == 13
     expected = dict.fromkeys((*PHASES, "unexplained"), 0.0)
     expected["update"] = 12 * TICK
@@ -196,16 +183,15 @@ def test_the_first_steps_explain_themselves_alone() -> None:
         if step % log_every == 0:
             clock.now = clock.free_at
             begin, end = (host._replace(wall=wall) for wall in (start, clock.now))
-            rows.append(
-                split_between(begin._replace(step=step - log_every), end._replace(step=step), marks.read())
-            )
+            begin, end = begin._replace(step=step - log_every), end._replace(step=step)
+            rows.append(split_between(begin, end, marks.read()))
             start = clock.now
-    total = {
-        name: sum(row[f"time/{name}"] for row in rows) for name in ("forward", "backward", "unexplained")
-    }
-    assert total["forward"] == pytest.approx(35.0 + len(rows) * log_every * 0.010, rel=0.02)
-    assert total["backward"] == pytest.approx(len(rows) * log_every * 0.010, rel=0.1)
-    assert total["unexplained"] < 0.01 * start
+    forward, backward, unexplained = (
+        sum(row[f"time/{name}"] for row in rows) for name in ("forward", "backward", "unexplained")
+    )
+    assert forward == pytest.approx(35.0 + len(rows) * log_every * 0.010, rel=0.02)
+    assert backward == pytest.approx(len(rows) * log_every * 0.010, rel=0.1)
+    assert unexplained < 0.01 * start
 
 
 def test_what_a_device_says_replaces_what_the_host_says() -> None:
@@ -226,21 +212,18 @@ def test_what_a_device_says_replaces_what_the_host_says() -> None:
     assert slow["time/backward"] / slow["time/data"] == pytest.approx(1.8)
 
 
-table = st.lists(
-    st.lists(st.floats(0, 100), min_size=len(PHASES), max_size=len(PHASES)), min_size=2, max_size=5
-)
+OWN = [phase for phase in PHASES if phase != "communication"]
+ONE_RANK = st.lists(st.floats(0, 100), min_size=len(PHASES), max_size=len(PHASES))
 
 
-@given(table, st.integers(0, 4), st.sampled_from([p for p in PHASES if p != "communication"]))
+@given(st.lists(ONE_RANK, min_size=2, max_size=5), st.integers(0, 4), st.sampled_from(OWN))
 def test_the_slowest_rank_is_named_with_its_phase(seconds: list[list[float]], rank: int, phase: str) -> None:
     rank %= len(seconds)
     seconds[rank][PHASES.index(phase)] += 10_000.0
-    found = straggler(seconds, wall=20_000.0)
+    found = timeline.straggler(seconds, wall=20_000.0)
     assert (found["slow_rank"], found["slow_phase"]) == (rank, phase)
     assert 0.4 < float(found["slow_excess"]) < 0.6
 
-
-# Operations are counted.
 
 # Per sample 5 tokens through 3 x 6 and 6 x 4, a multiplication and an addition each; backward twice that, but
 # for the gradient of the input, which nobody wants.
@@ -252,27 +235,16 @@ OPERATIONS = 5 * 2 * (3 * 6 + 6 * 4) + 5 * 2 * (3 * 6 + 2 * 6 * 4)
 def test_operations_are_those_of_the_matrix_products(device: torch.device) -> None:
     """Of a GPU with shapes alone."""
     task = TokenTask(48, ragged=False, dtype=torch.float32)
-    count = count_operations(task, task.model(), 4, device)
-    assert count == Count(OPERATIONS, "")
+    assert count_operations(task, task.model(), 4, device) == Count(OPERATIONS, "")
 
 
 class Waits(TokenTask):
     """Its model asks for a value in each step."""
 
-    def model(self) -> Any:
-        return Asking(super().model())
-
-
-class Asking(torch.nn.Module):
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x)
-        if y.abs().max().item() > 1e9:  # the line that is named
-            y = y * 0
-        return y
+    def model(self) -> torch.nn.Module:
+        model = super().model()
+        model.register_forward_hook(lambda _, __, y: y * (y.max().item() < 1e9))  # the line that is named
+        return model
 
 
 @pytest.mark.compat

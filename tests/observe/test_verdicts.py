@@ -15,16 +15,8 @@ from trainer.observe.phases import enter_phase
 
 RECORDS = {kept.name: kept for kept in record.read_all()}
 # What was named wrongly when it was recorded; the page of results says why.
-WRONG = {
-    "pack-to-list",
-    "digits-pair-burners",
-    "healthy-digits-pair",
-    "healthy-digits-tree",
-    "healthy-pack-pair",
-    "healthy-synthetic-pair",
-}
-
-
+WRONG = {"pack-to-list", "digits-pair-burners", "healthy-digits-pair", "healthy-digits-tree"}
+WRONG |= {"healthy-pack-pair", "healthy-synthetic-pair"}
 ALONE = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samples=64, micro_batch_size=8)
 
 
@@ -53,8 +45,7 @@ def test_a_run_is_not_judged_without_grounds(
     metrics: dict[str, float], profiled: bool, cause: str, text: str
 ) -> None:
     verdict = diagnose_run(metrics, dataclasses.replace(ALONE, profiled=profiled))
-    assert verdict.cause == cause and text in verdict.text
-    assert "0.0 ms" not in verdict.text
+    assert verdict.cause == cause and text in verdict.text and "0.0 ms" not in verdict.text
 
 
 def test_compiling_is_timed_while_something_compiles() -> None:
@@ -77,9 +68,8 @@ def test_compiling_is_timed_while_something_compiles() -> None:
         enter_phase("evaluation")  # counts as that
         torch.compile(lambda x: x * 2 - 1, backend=collecting)(torch.ones(3))
         assert "time/compile" not in take()
-    assert not any(
-        "host_clock" in getattr(one, "__qualname__", "") for one in callback_handler.start_callbacks
-    )
+    left = [getattr(one, "__qualname__", "") for one in callback_handler.start_callbacks]
+    assert not any("host_clock" in name for name in left)
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
@@ -105,12 +95,8 @@ def test_no_loader_advice_where_the_device_is_busy() -> None:
     assert not [kept.name for kept in advised if kept.judged_again().cause.startswith("data-")]
 
 
-EVERY, MINUTES, BEST, EVALUATED = (
-    "checkpoint.every",
-    "checkpoint.minutes",
-    "checkpoint.best",
-    "evaluation.every",
-)
+EVERY, MINUTES, BEST = (f"checkpoint.{name}" for name in ("every", "minutes", "best"))
+EVALUATED = "evaluation.every"
 
 
 @pytest.mark.parametrize(
@@ -135,8 +121,6 @@ def test_a_remedy_for_checkpoints_names_the_keys_that_make_some(
 @pytest.mark.parametrize(("every", "named"), [("end", "data.eval_batch_size"), ("1 epoch", EVALUATED)])
 def test_a_remedy_for_evaluations_names_the_key_that_helps(every: str, named: str) -> None:
     remedy = fewer_evaluations(EvaluationConfig(every=every))
-    verdict = diagnose_run(
-        {**LONG, "time/wall": 35.0, "time/evaluation": 25.0},
-        dataclasses.replace(ALONE, fewer_evaluations=remedy),
-    )
+    facts = dataclasses.replace(ALONE, fewer_evaluations=remedy)
+    verdict = diagnose_run({**LONG, "time/wall": 35.0, "time/evaluation": 25.0}, facts)
     assert verdict.cause == "evaluation" and named in verdict.text and remedy in verdict.text
