@@ -21,7 +21,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.data.batch import Batch
 from trainer.errors import BadInputError
-from trainer.tasks.custom import CustomTask
+from trainer.tasks.custom import CustomTask, custom_task
 from trainer.train.start import job as start
 
 
@@ -268,3 +268,29 @@ def test_a_slip_of_an_optional_name_is_an_error(name: str, meant: str, value: An
     base = type("Base", (Small,), {name: value})
     with refused(f"{name} {meant}"):
         CustomTask(type("Mine", (base,), {})(), "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("change", "odd"),
+    [
+        ("RECIPE |= {'seed': 1}", "seed"),
+        ("RECIPE['data']['workers'] = 1", "data"),
+        ("del RECIPE['data']", "data"),
+        ("RECIPE.update(epochs=4)", "epochs"),
+        ("if Mine:\n    RECIPE = {'epochs': 5}", "epochs data"),
+        ("from base import *", "epochs data"),
+        ("Mine.RECIPE = {'epochs': 5}", "epochs data"),
+        ("EPOCHS = RECIPE['epochs'] + len(RECIPE.get('data', {}))", ""),
+        ("if __name__ == '__main__':\n    RECIPE['seed'] = 1", ""),
+        ("Mine.RECIPE = RECIPE", ""),
+    ],
+)
+def test_a_recipe_that_is_another_once_the_file_was_run_is_refused(
+    change: str, odd: str, tmp_path: Path
+) -> None:
+    (tmp_path / "base.py").write_text("RECIPE = {'epochs': 2}")
+    file = tmp_path / "mine.py"
+    begin = "RECIPE = {'epochs': 3, 'data': {}}\nclass Mine(Small): ..."
+    file.write_text(f"from tests.helpers.small_task import Small\n{begin}\n{change}")
+    with refused(file, "RECIPE", odd) if odd else nullcontext():
+        custom_task(str(file))

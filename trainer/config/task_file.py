@@ -12,7 +12,6 @@ from trainer.errors import BadInputError, reading
 
 _COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
 _LARGEST = 64 << 20
-_CHANGING = ("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert", "remove")
 
 # Defaults of a custom task: small data need more than an epoch; a linear fit with a slope of 3 needs more
 # than the usual rate of 0.001, and with 0.01 transformers learn nothing.
@@ -48,11 +47,6 @@ def custom_task_recipe(task: str) -> dict[str, Any]:
     except SyntaxError as error:
         raise BadInputError(f"{path} line {error.lineno}: {error.msg}; mend the syntax") from error
     values: Any = {}
-    if (line := next(_changes_of_recipe(tree), None)) is not None:
-        raise BadInputError(
-            f"{path} line {line}: RECIPE is read before the file is run, so this changes nothing; write "
-            "all of it in one dict"
-        )
     of_file, of_class = _recipe_in(tree), _recipe_of_class(tree, name)
     if of_class is not None and ast.unparse(of_class) == "RECIPE":  # class Mine: RECIPE = RECIPE
         of_class = None
@@ -73,48 +67,22 @@ def custom_task_recipe(task: str) -> dict[str, Any]:
     return {**values, "task": str(Path(task).absolute())}
 
 
-def _changes_of_recipe(tree: ast.Module) -> Iterator[int]:
-    """Yields lines that change or import a RECIPE, but its assignments in the file and in classes of it."""
-    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
-    assigned = [node for body in bodies for node in body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    read = [one for node in assigned for one in getattr(node, "targets", [getattr(node, "target", None)])]
-    for node in _run_on_import(tree):
-        match node:
-            case ast.Name() | ast.Attribute() | ast.Subscript() if not isinstance(node.ctx, ast.Load):
-                changed: ast.expr | None = None if node in read and isinstance(node, ast.Name) else node
-            case ast.Call(func=ast.Attribute(value=changed, attr=name)) if name in _CHANGING:
-                pass
-            case ast.ImportFrom() if any((one.asname or one.name) == "RECIPE" for one in node.names):
-                yield node.lineno
-                continue
-            case _:
-                continue
-        while isinstance(changed, ast.Attribute | ast.Subscript) and getattr(changed, "attr", "") != "RECIPE":
-            changed = changed.value
-        if getattr(changed, "attr", getattr(changed, "id", "")) == "RECIPE":
-            yield node.lineno
-
-
-def _run_on_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields what runs when a file is imported: not functions, and not what only a script does."""
-    for child in ast.iter_child_nodes(node):
-        guard = [*ast.walk(child.test)] if isinstance(child, ast.If) else []
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or any(
-            isinstance(one, ast.Name) and one.id == "__name__" for one in guard
-        ):
-            continue
-        yield child
-        yield from _run_on_import(child)
-
-
 def _recipe_in(body: ast.Module | ast.ClassDef) -> ast.expr | None:
     """Returns what is assigned to RECIPE in a module or class, without what is within its own parts."""
     found: ast.expr | None = None
     for node in body.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == "RECIPE" for target in targets):
-            found = getattr(node, "value", None)
+        match node:
+            case ast.Assign(targets=targets, value=value) if any(map(_is_recipe, targets)):
+                found = value
+            case ast.AnnAssign(target=target, value=value) if _is_recipe(target):
+                found = value
+            case _:
+                pass
     return found
+
+
+def _is_recipe(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name) and target.id == "RECIPE"
 
 
 def _recipe_of_class(tree: ast.Module, name: str) -> ast.expr | None:

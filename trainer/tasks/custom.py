@@ -10,7 +10,13 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
+from trainer.config.task_file import (
+    custom_task_recipe,
+    hash_of_sources,
+    modules_beside,
+    read_source,
+    split_task,
+)
 from trainer.config.user_file import run_again, run_file
 from trainer.data.items import state_kept
 from trainer.errors import BadInputError
@@ -124,7 +130,9 @@ def custom_task(task: str) -> CustomTask:
     path, name = split_task(task)
     path = from_here(path)
     text, beside = read_source(path).encode(), modules_beside(path)
-    kind, hooks = _class_in(_run(path), path, name)
+    module = _run(path)
+    kind, hooks = _class_in(module, path, name)
+    _check_recipe(path, name, getattr(kind, "RECIPE", getattr(module, "RECIPE", None)))
     before, after = (
         {path.name: text, **beside},
         {path.name: read_source(path).encode(), **modules_beside(path)},
@@ -150,6 +158,19 @@ def _run(path: Path) -> ModuleType:
         raise BadInputError(
             f"{path}{line_of(error, path)}: {type(error).__name__}: {error}; mend the file"
         ) from error
+
+
+def _check_recipe(path: Path, name: str, found: object) -> None:
+    """Refuses a RECIPE that a file changed, imported or inherited: it was read before the file was run."""
+    read = custom_task_recipe(f"{path}:{name}" if name else str(path))
+    del read["task"]
+    if found is not None and found != read:
+        was = found if isinstance(found, dict) else {}
+        odd = [str(key) for key in {**was, **read} if was.get(key) != read.get(key)]
+        raise BadInputError(
+            f"{path}: RECIPE is another one once the file was run ({', '.join(odd)}), and it is read before; "
+            "write all of it in one dict, in the class or beside it"
+        )
 
 
 def _class_in(module: ModuleType, path: Path, name: str) -> tuple[type, Any]:
