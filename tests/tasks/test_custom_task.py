@@ -277,6 +277,7 @@ def test_a_slip_of_an_optional_name_is_an_error(name: str, meant: str, value: An
         ("RECIPE['data']['workers'] = 1", "data"),
         ("del RECIPE['data']", "data"),
         ("RECIPE.update(epochs=4)", "epochs"),
+        ("del RECIPE", "epochs data"),
         ("if Mine:\n    RECIPE = {'epochs': 5}", "epochs data"),
         ("from base import *", "epochs data"),
         ("Mine.RECIPE = {'epochs': 5}", "epochs data"),

@@ -132,7 +132,7 @@ def custom_task(task: str) -> CustomTask:
     text, beside = read_source(path).encode(), modules_beside(path)
     module = _run(path)
     kind, hooks = _class_in(module, path, name)
-    _check_recipe(path, name, getattr(kind, "RECIPE", getattr(module, "RECIPE", None)))
+    _check_recipe(path, name, getattr(kind, "RECIPE", getattr(module, "RECIPE", {})))
     before, after = (
         {path.name: text, **beside},
         {path.name: read_source(path).encode(), **modules_beside(path)},
@@ -164,7 +164,7 @@ def _check_recipe(path: Path, name: str, found: object) -> None:
     """Refuses a RECIPE that a file changed, imported or inherited: it was read before the file was run."""
     read = custom_task_recipe(f"{path}:{name}" if name else str(path))
     del read["task"]
-    if found is not None and found != read:
+    if found != read:
         was = found if isinstance(found, dict) else {}
         odd = [str(key) for key in {**was, **read} if was.get(key) != read.get(key)]
         raise BadInputError(
