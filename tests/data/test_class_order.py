@@ -86,6 +86,9 @@ def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
     pairs.targets, pairs.labels = None, torch.tensor([1, 0, 2, 2])
     assert labels(pairs) == [1, 0, 2, 2]
     assert labels(ArrayItems({"label": np.array([1, 2])})) == [1, 2]
+    for pairs.labels in (["cat", "dog"], [np.ones(1), np.ones(2), 1, 1], 4):
+        with refused("data.class_weights", "TensorDataset", "4"):
+            labels(Subset(pairs, [3]))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import trainer
+from tests.helpers import small_task
 from tests.helpers.preparing import prepare_only
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.small_task import Small
@@ -21,7 +22,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.data.batch import Batch
 from trainer.errors import BadInputError
-from trainer.tasks.custom import CustomTask, custom_task
+from trainer.tasks.custom import CustomTask, custom_task, recipe_of
 from trainer.train.start import job as start
 
 
@@ -268,6 +269,14 @@ def test_a_slip_of_an_optional_name_is_an_error(name: str, meant: str, value: An
     base = type("Base", (Small,), {name: value})
     with refused(f"{name} {meant}"):
         CustomTask(type("Mine", (base,), {})(), "mine.py")
+
+
+def test_a_class_that_fit_is_given_has_the_recipe_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_task, "RECIPE", {"epochs": 3}, raising=False)
+    assert recipe_of(Small()) == {"epochs": 3, "task": "own"}
+    with refused("Small", "RECIPE", "str"), monkeypatch.context() as patch:
+        patch.setattr(Small, "RECIPE", "digits", raising=False)
+        trainer.fit(Small)
 
 
 @pytest.mark.parametrize(

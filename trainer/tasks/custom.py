@@ -1,5 +1,6 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -147,6 +148,19 @@ def custom_task(task: str) -> CustomTask:
 
     made.remake = again
     return made
+
+
+def recipe_of(own: object) -> dict[str, Any]:
+    """Returns the configuration of an object that `fit` was given: RECIPE, in its class or beside it.
+
+    Raises:
+        BadInputError: If it isn't a dict.
+    """
+    beside = getattr(sys.modules.get(type(own).__module__), "RECIPE", {})
+    if not isinstance(found := getattr(own, "RECIPE", beside), Mapping):
+        what = f'RECIPE is a dict such as {{"epochs": 5}}, not {type(found).__name__}'
+        raise BadInputError(f"{type(own).__name__}: {what}")
+    return {**found, "task": "own"}
 
 
 def _run(path: Path) -> ModuleType:

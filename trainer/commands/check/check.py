@@ -24,7 +24,7 @@ from trainer.config.suggest import nearest
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.text import without_controls
 from trainer.tasks import Task
-from trainer.tasks.custom import CustomTask
+from trainer.tasks.custom import CustomTask, recipe_of
 from trainer.train.components.operations import random_state_kept
 from trainer.train.components.task import check_request, make_task
 
@@ -100,7 +100,7 @@ def check(
         return _check(str(task), recipe, None, only)
     own = task() if isinstance(task, type) else task
     name = type(own).__name__
-    recipe = make_recipe({**getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    recipe = make_recipe(recipe_of(own), words, name)
     return _check(name, recipe, CustomTask(own, name), only)
 
 
