@@ -24,6 +24,7 @@ READ = (
 _HELD = ("validation", "val", "valid", "test", "eval")
 _LINES = (".jsonl", ".json", ".ndjson")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)
+_WORDS = re.compile(r"[\W\d_]+")  # between the words of a file's name
 _TENTH = 10
 _ROWS = 64  # of Parquet that are read at once
 _Row = tuple[str, Mapping[str, Any] | RowError]  # where it stands, and its keys
@@ -110,6 +111,12 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
     files = (path,) if (path / "state.json").exists() or not path.is_dir() else _inside(path)
     if not files:
         raise BadInputError(f"{path}: holds no .jsonl or .parquet files; give a file, or the folder of some")
+    measured = [one.name for one in files if {*_WORDS.split(one.stem.lower())} & {*_HELD, "dev"}]
+    if 0 < len(measured) < len(files):
+        raise BadInputError(
+            f"{path}: {measured[0]} would be learned from as one set with the other files; call them "
+            "train.jsonl and validation.jsonl, or if all are of one set, call it otherwise"
+        )
     beside = _beside(path, files) if path.is_dir() and files != (path,) else ()
     return RowSplit(files, False, column, beside), RowSplit(files, True, column)
 
