@@ -241,13 +241,17 @@ def _try_measure(task: OwnMethods, model: nn.Module) -> None:
     metrics = list(measured)
     if summarizes:
         # As many rows as in a run: `summarize` may compare them with facts of the whole set.
-        again = torch.arange(len(data)) % len(chosen)
-        every = {
-            name: Values(one[again], None if counts is None else counts[again]).rows()
+        times = -(-len(data) // len(chosen))
+
+        def every(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([rows] * times)[: len(data)]  # an index has no kernel for unsigned integers
+
+        values = {
+            name: Values(every(one), None if counts is None else every(counts)).rows()
             for name, (one, counts) in measured.items()
         }
         try:
-            metrics = list(task._summarize(every))
+            metrics = list(task._summarize(values))
         except BadInputError as error:
             # Metrics raise ValueError for a class that is absent from these few samples.
             if not isinstance(error.__cause__, ValueError) or len(chosen) == len(data):

@@ -111,10 +111,10 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
     files = (path,) if (path / "state.json").exists() or not path.is_dir() else _inside(path)
     if not files:
         raise BadInputError(f"{path}: holds no .jsonl or .parquet files; give a file, or the folder of some")
-    measured = [one.name for one in files if {*_WORDS.split(one.stem.lower())} & {*_HELD, "dev"}]
-    if 0 < len(measured) < len(files):
+    evaluated = [one.name for one in files if {*_WORDS.split(one.stem.lower())} & {*_HELD, "dev"}]
+    if 0 < len(evaluated) < len(files):
         raise BadInputError(
-            f"{path}: {measured[0]} would be learned from as one set with the other files; call them "
+            f"{path}: {evaluated[0]} would be learned from as one set with the other files; call them "
             "train.jsonl and validation.jsonl, or if all are of one set, call it otherwise"
         )
     beside = _beside(path, files) if path.is_dir() and files != (path,) else ()
