@@ -24,7 +24,7 @@ from trainer.data.formats import encoders, tokenize as module
 from trainer.data.formats.chat import open_tokenizer
 from trainer.data.formats.conversations import RowSplit
 from trainer.data.formats.documents import StreamDataset
-from trainer.data.formats.tokenize import tokenize
+from trainer.data.formats.tokenize import tokenize, unread_files
 from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TOKENS, TokenDataset, read_about, verify_tokens
 from trainer.errors import BadInputError
@@ -76,6 +76,9 @@ def test_bytes_of_a_folder(tmp_path: Path) -> None:
     assert (about.tokens, about.documents, about.vocabulary, about.end_of_document) == (9, 4, 257, 256)
     assert (about.tokenizer, about.tokenizer_sha256, about.source[:8]) == ("bytes", None, "4 files ")
     assert sorted(path.name for path in target.parent.iterdir()) == ["train.bin", "train.bin.json"]
+    (tmp_path / "text" / "more").symlink_to(tmp_path / "made")
+    left_out = {one.reason: (one.count, one.first) for one in unread_files(tmp_path / "text", "**/*")}
+    assert left_out == {"hidden file{s}": (2, ".git/x"), "link{s} to a folder": (1, "more")}
     data = TokenDataset(target, 4)
     assert data.vocabulary == 257 and rows(data).tolist() == [expected[:5], expected[4:]]
 
