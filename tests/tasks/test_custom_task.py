@@ -171,6 +171,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda _: Counter("reversal")}, "inner.weight"),
     ({"model": lambda _: Counter("numpy")}, "loss numpy's"),
     ({"describe": lambda _: {"classes": {1, 2}}}, "JSON"),
+    ({"describe": lambda _: 1 / 0}, "describe ZeroDivisionError"),
+    ({"uniforms": -1}, "uniforms -1"),
+    ({"uniforms": "2"}, "uniforms '2'"),
     ({"measure": lambda _, __, b: {"a": torch.zeros(len(b.fields["x"]))}}, "loss"),
     ({"measure": lambda *_: {"loss": torch.zeros(3)}}, "loss 3"),
     ({"metric": "mae"}, "min"),
@@ -277,6 +280,8 @@ def test_a_class_that_fit_is_given_has_the_recipe_beside_it(monkeypatch: pytest.
     with refused("Small", "RECIPE", "str"), monkeypatch.context() as patch:
         patch.setattr(Small, "RECIPE", "digits", raising=False)
         trainer.fit(Small)
+    with refused("Mine TypeError"):
+        trainer.fit(type("Mine", (Small,), {"__init__": lambda *_, _given: None}))
 
 
 @pytest.mark.parametrize(

@@ -203,13 +203,21 @@ def _class_in(module: ModuleType, path: Path, name: str) -> tuple[type, Any]:
     return classes[0], getattr(module, "hooks", ())
 
 
+def object_of(task: Any, source: str) -> Any:
+    """Returns a new object of a class; what is no class as it is.
+
+    Raises:
+        BadInputError: If the class can't be called.
+    """
+    try:
+        return task() if isinstance(task, type) else task
+    except Exception as error:
+        raise BadInputError(f"{source}: {task.__name__}() raised {type(error).__name__}: {error}") from error
+
+
 def _made(
     kind: type, source: str, source_hash: str, hooks: Any, identity: Identity | None = None
 ) -> CustomTask:
-    try:
-        own = kind()
-    except Exception as error:
-        raise BadInputError(f"{source}: {kind.__name__}() raised {type(error).__name__}: {error}") from error
-    task = CustomTask(own, source, identity)
+    task = CustomTask(object_of(kind, source), source, identity)
     task.source_hash, task.hooks = source_hash, hooks
     return task

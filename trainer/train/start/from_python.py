@@ -25,7 +25,7 @@ from trainer.observe.rows import FILES, OWN
 from trainer.runs.folder import RUNS, read_rows
 from trainer.runs.manifest import Manifest, read_stored
 from trainer.tasks import Task
-from trainer.tasks.custom import CustomTask, recipe_of
+from trainer.tasks.custom import CustomTask, object_of, recipe_of
 from trainer.train.components.task import limit_data, make_task
 from trainer.train.hooks import HookError, find_hooks
 from trainer.train.options import Mode, parse_source
@@ -177,7 +177,7 @@ def _open(
     if isinstance(task, str | Path):
         recipe = _sized(stored, *provisional(str(task), words))
         return Path(task).stem, recipe, make_task(recipe)
-    own = task() if isinstance(task, type) else task
+    own = object_of(task, "fit")
     name = type(own).__name__
     recipe = _sized(stored, *provisional(name, words, recipe_of(own)))
     opened = CustomTask(own, name)
