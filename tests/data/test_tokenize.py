@@ -83,6 +83,14 @@ def test_bytes_of_a_folder(tmp_path: Path) -> None:
     assert data.vocabulary == 257 and rows(data).tolist() == [expected[:5], expected[4:]]
 
 
+def test_evaluation_data_among_the_rest_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folder_of(tmp_path, {"my-train.txt": b"a", "my-valid.txt": b"b"})
+    asked = ["data", "tokenize", str(source), str(tmp_path / "t.bin"), "--tokenizer", "bytes", "--force"]
+    for pattern, told in (("**/*", True), ("*train*", False)):
+        assert main([*asked, "--files", pattern]) == 0
+        assert named(capsys.readouterr().err, source / "my-valid.txt") is told
+
+
 PARTS = [*"ab \n\n\t.é😀\r\u00a0", "<|endoftext|>", "def ", "x\n", "=\n"]
 WORDS = st.lists(st.sampled_from(PARTS), max_size=400).map("".join)
 

@@ -147,7 +147,8 @@ def _open(source: Path) -> Any:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from trainer.data.formats.tokenize import tokenize, unread_files
+    from trainer.data.formats.tokenize import list_files, tokenize, unread_files
+    from trainer.data.left_out import held_out
 
     about = tokenize(
         options.source, options.target, options.tokenizer, options.end, options.files, options.force
@@ -159,6 +160,9 @@ def _tokenize(options: argparse.Namespace) -> int:
     if about.unknown:
         say(f"  {about.unknown:,} of them stand for what the vocabulary lacks")
     _tell_left_out(unread_files(options.source, options.files))
+    files = list_files(options.source, options.files) if options.source.is_dir() else ()
+    if name := held_out({file.relative_to(options.source).parts[0] for file in files}):
+        warn(f"{options.source / name}: looks like evaluation data, and is in {options.target} with the rest")
     return EXIT_DONE
 
 
