@@ -13,7 +13,7 @@ from tests.helpers.small_task import Small
 from tests.helpers.toys import make_recipe
 from trainer.commands.check.order import odd_order
 from trainer.config.recipe_file import load_recipe
-from trainer.data.dataset import ArrayDataset
+from trainer.data.dataset import ArrayDataset, limited
 from trainer.data.items import ArrayItems, ItemDataset
 from trainer.data.loader import Source
 from trainer.data.sampling.class_order import ClassDraws, weigh
@@ -113,6 +113,9 @@ def test_odd_labels_are_refused() -> None:
     for labels, names in (([0.0, 1.0], "float64"), ([0, -1], "-1"), ([[0, 1]], "(1, 2) 2"), ([0, 3], "3 2")):
         with refused(names):
             weigh(np.array(labels), ("a", "b"), "balanced", 2)
+    few: Any = limited(type("Few", (ArrayDataset,), {"labels": [0, 1]})({"x": np.zeros(4)}), 3)
+    with refused("(2,) 3"):
+        weigh(few.labels, (), "balanced", 3)
 
 
 def test_a_number_of_classes_is_no_list_of_their_names() -> None:

@@ -21,6 +21,7 @@ from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.data.batch import Batch
+from trainer.data.dataset import ArrayDataset
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask, custom_task, recipe_of
 from trainer.train.start import job as start
@@ -146,6 +147,18 @@ def counting(num_items: Any) -> dict[str, Any]:
     return {"data": lambda _: (part, part), "reduction": "mean"}
 
 
+def reading(**facts: Any) -> dict[str, Any]:
+    """A data set that fills batches itself."""
+    kind: dict[str, Any] = {"num_items": 1, "uniforms": 0, "arrays": None, "in_process": True}
+    kind |= {
+        "__len__": lambda _: 10,
+        "fields": ArrayDataset(Small().data()[0]).fields,
+        "fingerprint": lambda _: "",
+        **facts,
+    }
+    return {"data": lambda _: (type("Filled", (), kind)(),) * 2}
+
+
 def doubled(_: Any) -> Any:
     x = np.arange(20).reshape(10, 2) / 10
     return (part := {"x": x, "y": x[:, :1]}), part
@@ -164,6 +177,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data": doubled, "model": lambda _: nn.Linear(2, 1).bfloat16()}, "x float64 bfloat16 loss"),
     (counting(np.zeros(10, np.int64)), "num_items 0"),
     (counting(np.ones(10)), "data 'num_items'"),
+    (reading(read=lambda *_: None, num_items=0), "Filled num_items 0"),
+    (reading(read=lambda *_: None, __len__=lambda _: 0), "Filled 0 samples"),
+    (reading(read=lambda *_: None, buckets=(1, 2)), "Filled buckets (1, 2)"),
+    (reading(read=lambda *_: 1 / 0), "ZeroDivisionError"),
+    (reading(read=lambda _s, _n, _r, out: out.update(x=np.ones((4, 2)))), "AttributeError"),  # fills nothing
     ({"model": lambda _: 1 / 0}, "ZeroDivisionError"),
     # State that no checkpoint holds.
     ({"model": lambda _: Counter("buffer")}, "seen persistent=False"),

@@ -167,7 +167,9 @@ class LimitedDataset:
     def labels(self) -> Any:
         """Labels of the chosen samples, or None."""
         labels = getattr(self._dataset, "labels", None)
-        return None if labels is None else np.asarray(labels)[self._chosen]
+        if labels is None or len(labels) != len(self._dataset):  # wrong ones are refused as they are
+            return labels
+        return np.asarray(labels)[self._chosen]
 
     def fingerprint(self) -> str:
         """Returns the number of chosen samples and the fingerprint of the full data set."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -367,7 +368,7 @@ def few_samples(task: OwnMethods, samples: Ints, evaluation: bool = False) -> Ba
     data = task.evaluation_data if evaluation else task.train_data
     out = {n: np.zeros((len(samples), *f.shape), f.dtype) for n, f in data.fields.items()}
     numbers = None if evaluation else np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)
-    data.read(samples, numbers, out)
+    task._call("data", data.read, samples, numbers, MappingProxyType(out))
     uniforms = 0 if evaluation else data.uniforms + task.uniforms
     uniform = torch.full((len(samples), uniforms), 0.5) if uniforms else None
     fields = {name: torch.from_numpy(array) for name, array in out.items()}

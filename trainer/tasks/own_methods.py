@@ -315,6 +315,10 @@ class OwnMethods:
                 )
             for name, field in given.fields.items():
                 self._numbers(name, np.empty(0, field.dtype))
+            buckets = getattr(given, "buckets", ()) or (len(given),)
+            if min(len(given), given.num_items) < 1 or given.uniforms < 0 or sum(buckets) != len(given):
+                facts = f"{len(given)} samples, num_items {given.num_items}, uniforms {given.uniforms}"
+                raise self._wrong("data", f"a {type(given).__name__} of {facts}, buckets {buckets!r:.40}")
             return cast(Dataset, given)
         arrays = {name: self._numbers(name, value) for name, value in given.items()}
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
