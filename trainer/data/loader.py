@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,8 +212,7 @@ class _Filler(TorchDataset[_Filled]):
         for name, array in extras.items():
             out[name][...] = array
         try:
-            # Arrays are filled: one that took another's place would be no part of the slot.
-            replaced = self._source.dataset.read(sample, extras.get(_UNIFORM), MappingProxyType(out))
+            replaced = self._source.dataset.read(sample, extras.get(_UNIFORM), out)
         except BadInputError as error:
             return _Filled(batch, NumItems(0, 0), failed=str(error), trace=getattr(error, "trace", ""))
         if data.NUM_ITEMS not in out and _WEIGHT not in extras:
