@@ -157,7 +157,7 @@ def test_a_key_and_its_value_alone_are_a_setting_but_not_where_files_are_named()
         ("class Mine:\n    RECIPE = {'epochs': 3}\n    def loss(self): ...", "", 3),
         ("class Base:\n    RECIPE = {'epochs': 3}\n    def loss(self): ...\nclass A(Base): ...", ":A", 3),
         ("class A:\n    RECIPE = {'epochs': 4}\nclass Mine:\n    def loss(self): ...", "", 30),
-        ("RECIPE = {'epochs': 3}\nclass Mine:\n    def loss(self): ...", ":Mine", 3),
+        ("\ufeffRECIPE = {'epochs': 3}\nclass Mine:\n    def loss(self): ...", ":Mine", 3),
     ],
 )
 def test_a_recipe_in_the_class_counts(tmp_path: Path, text: str, name: str, epochs: int) -> None:

@@ -9,15 +9,18 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from tests.helpers.refusals import named, refused
+from tests.helpers.small_task import Small
+from tests.helpers.toys import make_recipe
 from trainer.commands.check.order import odd_order
 from trainer.config.recipe_file import load_recipe
-from trainer.data.dataset import ArrayDataset
+from trainer.data.dataset import ArrayDataset, limited
 from trainer.data.items import ArrayItems, ItemDataset
 from trainer.data.loader import Source
 from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
 from trainer.rng import Ints
-from trainer.train.components.task import check_request, data_of, make_plan, make_task
+from trainer.tasks.custom import CustomTask
+from trainer.train.components.task import check_request, data_of, draws_of, make_plan, make_task
 
 LABELS = np.repeat([2, 0, 1], [30, 60, 10])  # not in the order of their numbers
 WEIGHTS = {"a": 1.0, "b": 4.5, "c": 0.5}
@@ -86,6 +89,9 @@ def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
     pairs.targets, pairs.labels = None, torch.tensor([1, 0, 2, 2])
     assert labels(pairs) == [1, 0, 2, 2]
     assert labels(ArrayItems({"label": np.array([1, 2])})) == [1, 2]
+    for pairs.labels in (["cat", "dog"], [np.ones(1), np.ones(2), 1, 1], 4):
+        with refused("data.class_weights", "TensorDataset", "4"):
+            labels(Subset(pairs, [3]))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +113,16 @@ def test_odd_labels_are_refused() -> None:
     for labels, names in (([0.0, 1.0], "float64"), ([0, -1], "-1"), ([[0, 1]], "(1, 2) 2"), ([0, 3], "3 2")):
         with refused(names):
             weigh(np.array(labels), ("a", "b"), "balanced", 2)
+    few: Any = limited(type("Few", (ArrayDataset,), {"labels": [0, 1]})({"x": np.zeros(4)}), 3)
+    with refused("(2,) 3"):
+        weigh(few.labels, (), "balanced", 3)
+
+
+def test_a_number_of_classes_is_no_list_of_their_names() -> None:
+    part = {**Small().data()[0], "label": np.arange(10) % 2}
+    own = type("Mine", (Small,), {"data": lambda _: (part, part), "describe": lambda _: {"classes": 2}})()
+    found = draws_of(make_recipe(data={"class_weights": {"1": 3}}), CustomTask(own, "mine"))
+    assert isinstance(found, ClassDraws) and found.chances.tolist() == [0.25, 0.75]
 
 
 def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:

@@ -281,6 +281,11 @@ def test_files_of_a_split(tmp_path: Path) -> None:
     lines(tmp_path / "a" / "train.parquet")
     with refused("train.jsonl train.parquet"):
         splits_of(tmp_path / "a", None)
+    for one, other in (("training", "Dev"), ("my_train", "my_val"), ("train.1", "test2")):
+        lines(tmp_path / one / f"{one}.jsonl", TALK)
+        lines(tmp_path / one / f"{other}.jsonl", TALK)
+        with refused(tmp_path / one, f"{other}.jsonl"):
+            splits_of(tmp_path / one, None)
 
 
 @pytest.mark.parametrize("count", [2, 10, 21])

@@ -151,8 +151,10 @@ def test_what_is_in_the_way_is_left_alone(photographs: Path, packed: Path, tmp_p
 def test_verify_names_what_changed(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "val"):
         shutil.copytree(packed, tmp_path / split)
+    (tmp_path / "test").mkdir()
     assert main(["data", "verify", str(tmp_path)]) == 0
-    assert named(capsys.readouterr().out, "150 of 150")
+    told = capsys.readouterr()
+    assert named(told.out, "150 of 150") and named(told.err, tmp_path / "test")
     shard = max((tmp_path / "val").glob("*.bin"))
     data = bytearray(shard.read_bytes())
     data[500] ^= 1

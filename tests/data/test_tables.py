@@ -308,6 +308,8 @@ def test_what_is_neither_is_named(tmp_path: Path) -> None:
     for column, names in (("dog", "line 3 dog 2"), ("emu", "emu")):
         with refused(tmp_path / "train.csv", names):
             load_images(DataConfig(name="table", path=tmp_path, label_columns=["cat", column]), 0)
+    single = load_images(DataConfig(name="table", path=tmp_path, label_columns=["cat"]), 0)
+    assert single.notes and not named(single.notes, "data.path")  # one class of several is no slip
     for other in ({"name": "folder"}, {"label_columns": ["cat"]}, {"class_weights": "balanced"}):
         with pytest.raises(ValueError, match=r"data\.label_separator"):
             DataConfig.model_validate({"name": "table", "label_separator": "|", **other})

@@ -24,7 +24,7 @@ from trainer.data.formats import encoders, tokenize as module
 from trainer.data.formats.chat import open_tokenizer
 from trainer.data.formats.conversations import RowSplit
 from trainer.data.formats.documents import StreamDataset
-from trainer.data.formats.tokenize import tokenize
+from trainer.data.formats.tokenize import tokenize, unread_files
 from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TOKENS, TokenDataset, read_about, verify_tokens
 from trainer.errors import BadInputError
@@ -76,8 +76,19 @@ def test_bytes_of_a_folder(tmp_path: Path) -> None:
     assert (about.tokens, about.documents, about.vocabulary, about.end_of_document) == (9, 4, 257, 256)
     assert (about.tokenizer, about.tokenizer_sha256, about.source[:8]) == ("bytes", None, "4 files ")
     assert sorted(path.name for path in target.parent.iterdir()) == ["train.bin", "train.bin.json"]
+    (tmp_path / "text" / "more").symlink_to(tmp_path / "made")
+    left_out = {one.reason: (one.count, one.first) for one in unread_files(tmp_path / "text", "**/*")}
+    assert left_out == {"hidden file{s}": (2, ".git/x"), "link{s} to a folder": (1, "more")}
     data = TokenDataset(target, 4)
     assert data.vocabulary == 257 and rows(data).tolist() == [expected[:5], expected[4:]]
+
+
+def test_evaluation_data_among_the_rest_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folder_of(tmp_path, {"my-train.txt": b"a", "my-valid.txt": b"b"})
+    asked = ["data", "tokenize", str(source), str(tmp_path / "t.bin"), "--tokenizer", "bytes", "--force"]
+    for pattern, told in (("**/*", True), ("*train*", False)):
+        assert main([*asked, "--files", pattern]) == 0
+        assert named(capsys.readouterr().err, source / "my-valid.txt") is told
 
 
 PARTS = [*"ab \n\n\t.é😀\r\u00a0", "<|endoftext|>", "def ", "x\n", "=\n"]

@@ -26,6 +26,7 @@ class Task(Small):
     def data(self) -> Any:
         x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
         fields: Any = {"x": x, "y": np.arange(12) % 2, "z": self.z}
+        fields["length"] = np.full((12, 2), np.nan)  # a name that means nothing to the trainer
         return (part := Items(fields) if self.items else fields), part
 
     def model(self) -> nn.Module:

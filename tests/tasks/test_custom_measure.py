@@ -64,7 +64,8 @@ def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
 
 def test_other_names_are_free() -> None:
     check(lambda o, _f: dict.fromkeys(("a b", "ünï/x", "loss/a", "lr", "steps", "0", "weight"), o[:, 0]))
-    rows = {"measure": lambda o, _f: {"step": o, "a\nb": o}}  # which aren't told
+    # Names that aren't told, and a type that torch has few kernels for.
+    rows = {"measure": lambda o, f: {"step": o, "a\nb": o, "label": f["label"].to(torch.uint16)}}
     check(**rows, summarize=lambda *_: {"loss": 1.0})
 
 
@@ -74,9 +75,10 @@ def test_other_names_are_free() -> None:
         (lambda o, _f: {"row": o[:, : 1 + len(o)]}, "rows 'row' shape"),
         (lambda o, _f: {"row": o} if len(o) > 4 else {}, "rows 'row' shape"),
         (lambda _o, _f: {"a": "1.5"}, "'a' str"),
+        (lambda o, f: {"a": (o[:, 0], f["label"].to(torch.uint16))}, "'a' uint16"),
         (lambda o, f: {"a": torch.autograd.grad(o.sum(), f["x"].requires_grad_())[0].sum()}, "enable_grad"),
     ],
-    ids=["wider", "gone", "text", "gradients"],
+    ids=["wider", "gone", "text", "counts", "gradients"],
 )
 def test_what_cannot_be_put_together_is_refused(measure: Callable[..., Any], names: str) -> None:
     with refused(names):

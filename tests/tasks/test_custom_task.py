@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import trainer
+from tests.helpers import small_task
 from tests.helpers.preparing import prepare_only
 from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.small_task import Small
@@ -20,8 +21,9 @@ from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.data.batch import Batch
+from trainer.data.dataset import ArrayDataset
 from trainer.errors import BadInputError
-from trainer.tasks.custom import CustomTask, custom_task
+from trainer.tasks.custom import CustomTask, custom_task, recipe_of
 from trainer.train.start import job as start
 
 
@@ -145,6 +147,18 @@ def counting(num_items: Any) -> dict[str, Any]:
     return {"data": lambda _: (part, part), "reduction": "mean"}
 
 
+def reading(**facts: Any) -> dict[str, Any]:
+    """A data set that fills batches itself."""
+    kind: dict[str, Any] = {"num_items": 1, "uniforms": 0, "arrays": None, "in_process": True}
+    kind |= {
+        "__len__": lambda _: 10,
+        "fields": ArrayDataset(Small().data()[0]).fields,
+        "fingerprint": lambda _: "",
+        **facts,
+    }
+    return {"data": lambda _: (type("Filled", (), kind)(),) * 2}
+
+
 def doubled(_: Any) -> Any:
     x = np.arange(20).reshape(10, 2) / 10
     return (part := {"x": x, "y": x[:, :1]}), part
@@ -163,6 +177,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data": doubled, "model": lambda _: nn.Linear(2, 1).bfloat16()}, "x float64 bfloat16 loss"),
     (counting(np.zeros(10, np.int64)), "num_items 0"),
     (counting(np.ones(10)), "data 'num_items'"),
+    (reading(read=lambda *_: None, num_items=0), "Filled num_items 0"),
+    (reading(read=lambda *_: None, __len__=lambda _: 0), "Filled 0 samples"),
+    (reading(read=lambda *_: None, buckets=(1, 2)), "Filled buckets (1, 2)"),
+    (reading(read=lambda *_: 1 / 0), "ZeroDivisionError"),
+    (reading(read=lambda _s, _n, _r, out: out.update(x=np.ones((4, 2)))), "AttributeError"),  # fills nothing
     ({"model": lambda _: 1 / 0}, "ZeroDivisionError"),
     # State that no checkpoint holds.
     ({"model": lambda _: Counter("buffer")}, "seen persistent=False"),
@@ -170,6 +189,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda _: Counter("reversal")}, "inner.weight"),
     ({"model": lambda _: Counter("numpy")}, "loss numpy's"),
     ({"describe": lambda _: {"classes": {1, 2}}}, "JSON"),
+    ({"describe": lambda _: 1 / 0}, "describe ZeroDivisionError"),
+    ({"uniforms": -1}, "uniforms -1"),
+    ({"uniforms": "2"}, "uniforms '2'"),
     ({"measure": lambda _, __, b: {"a": torch.zeros(len(b.fields["x"]))}}, "loss"),
     ({"measure": lambda *_: {"loss": torch.zeros(3)}}, "loss 3"),
     ({"metric": "mae"}, "min"),
@@ -268,6 +290,16 @@ def test_a_slip_of_an_optional_name_is_an_error(name: str, meant: str, value: An
     base = type("Base", (Small,), {name: value})
     with refused(f"{name} {meant}"):
         CustomTask(type("Mine", (base,), {})(), "mine.py")
+
+
+def test_a_class_that_fit_is_given_has_the_recipe_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_task, "RECIPE", {"epochs": 3}, raising=False)
+    assert recipe_of(Small()) == {"epochs": 3, "task": "own"}
+    with refused("Small", "RECIPE", "str"), monkeypatch.context() as patch:
+        patch.setattr(Small, "RECIPE", "digits", raising=False)
+        trainer.fit(Small)
+    with refused("Mine TypeError"):
+        trainer.fit(type("Mine", (Small,), {"__init__": lambda *_, _given: None}))
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def read_source(path: Path) -> str:
     with reading(path, f"begin one by `trainer new {path}`"):
         content = source_bytes(path)
     try:
-        return content.decode().replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not a text file in UTF-8") from error
 

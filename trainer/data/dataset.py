@@ -14,7 +14,7 @@ from trainer.rng import Float32, Ints
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 NUM_ITEMS = "num_items"
-LENGTH = "length"
+LENGTH = "\0length"  # of our own data; a user's field may be called "length"
 
 _HASHED_BYTES = 16 << 20  # of each field: 10 ms
 _KINDS = "biuf"
@@ -33,8 +33,7 @@ class Dataset(Protocol):
 
     Attributes:
         fields: Fields of a sample. "num_items" (int64, shape ()) is the number of items that the sample's
-            loss is a sum over (valid tokens), if it differs between samples. "length" (int64, shape ()) is
-            the number of positions in use, if that is more.
+            loss is a sum over (valid tokens), if it differs between samples.
         num_items: Items of a sample, or their upper bound if there is a field "num_items".
         uniforms: Random numbers per sample that `read` takes in training.
         arrays: All samples, (samples, *shape) for each field, if they are in memory; they may then be kept
@@ -101,7 +100,7 @@ class ArrayDataset:
         """Returns the sample count and a hash of all rows, or of evenly spaced ones above 16 MiB."""
         digest = hashlib.sha256()
         for name, array in sorted(self._arrays.items()):
-            digest.update(f"{name} {array.dtype} {array.shape};".encode())
+            digest.update(f"{name} {array.dtype} {array.shape};".lstrip("\0").encode())
             budget = max(1, _HASHED_BYTES * len(array) // max(1, array.nbytes))
             digest.update(np.ascontiguousarray(array[spread(len(array), budget)]).tobytes())
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
@@ -124,7 +123,7 @@ def as_numbers(name: str, value: Any) -> npt.NDArray[Any]:
             "mask as a field of its own"
         )
     try:
-        array = np.ascontiguousarray(value)
+        array = np.asarray(value, order="C")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"'{name}' as a {type(value).__name__} that numpy can't read ({error})") from error
     if array.dtype.kind not in _KINDS:
@@ -168,7 +167,9 @@ class LimitedDataset:
     def labels(self) -> Any:
         """Labels of the chosen samples, or None."""
         labels = getattr(self._dataset, "labels", None)
-        return None if labels is None else np.asarray(labels)[self._chosen]
+        if labels is None or len(labels) != len(self._dataset):  # wrong ones are refused as they are
+            return labels
+        return np.asarray(labels)[self._chosen]
 
     def fingerprint(self) -> str:
         """Returns the number of chosen samples and the fingerprint of the full data set."""

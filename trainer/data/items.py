@@ -13,7 +13,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -200,16 +200,13 @@ class ItemDataset:
         named = []
         for sample, item in zip(samples, items, strict=True):
             try:
-                named.append(_by_name(item))
-                # np.stack would drop the mask: `as_numbers` raises the error about it.
-                if masked := [name for name, value in named[-1].items() if np.ma.is_masked(value)]:
-                    as_numbers(masked[0], named[-1][masked[0]])
+                named.append({name: as_numbers(name, value) for name, value in _by_name(item).items()})
             except ValueError as error:
                 raise self._wrong(f"{error} (sample {sample})") from error
         if any(one.keys() != named[0].keys() for one in named):
             raise self._wrong("items with different fields")
         try:
-            return {name: np.stack([np.asarray(one[name]) for one in named]) for name in named[0]}
+            return {name: np.stack([one[name] for one in named]) for name in named[0]}
         except ValueError as error:
             shapes = {n: [np.shape(one[n]) for one in named[:4]] for n in named[0]}
             odd = next((f"'{n}' of shapes {s}" for n, s in shapes.items() if len({*s}) > 1), str(error))
@@ -270,12 +267,21 @@ def _labels_of(items: Any) -> Any:
     """Returns the labels of a map-style data set, also of torch's Subset and ConcatDataset; None without."""
     if isinstance(items, torch.utils.data.Subset):
         of_all = _labels_of(items.dataset)
-        return None if of_all is None else np.asarray(of_all)[np.asarray(items.indices)]
+        return None if of_all is None else of_all[np.asarray(items.indices)]
     if isinstance(items, torch.utils.data.ConcatDataset):
         parts = [_labels_of(part) for part in items.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)
     targets = getattr(items, "targets", None)  # as torchvision calls them
-    return getattr(items, "labels", None) if targets is None else targets
+    given = getattr(items, "labels", None) if targets is None else targets
+    if given is None:
+        return None
+    with suppress(TypeError, ValueError):  # a number, or arrays of different lengths
+        if len(labels := np.asarray(given)) == len(items):
+            return labels
+    raise BadInputError(
+        f"data.class_weights: the labels of {type(items).__name__} aren't one whole number for each of its "
+        f"{len(items):,} samples"
+    )
 
 
 def _by_name(item: Any) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Counts of files and samples that aren't read, by reason and with the first of each."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
 _SHOWN = 12  # reasons on a line
 _REASONS = 256  # distinct reasons; further ones are counted together
+_BETWEEN, _HELD = re.compile(r"[\W\d_]+"), {"validation", "val", "valid", "dev", "test", "eval"}
 _ENDINGS = {"{s}": ("", "s"), "{es}": ("", "es"), "{y}": ("y", "ies")}
 
 
@@ -54,6 +56,13 @@ def tally(entries: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
         count = one.count + (before.count if before else 0)
         sums[reason] = (before or one).model_copy(update={"reason": reason, "count": count})
     return tuple(sums.values())
+
+
+def held_out(names: Iterable[str]) -> str:
+    """Returns the first name that says evaluation data, as my_val.jsonl does; "" if none or each does."""
+    every = sorted(names)
+    held = [name for name in every if {*_BETWEEN.split(os.path.splitext(name)[0].lower())} & _HELD]  # noqa: PTH122
+    return held[0] if 0 < len(held) < len(every) else ""
 
 
 def left_out_line(entries: Sequence[LeftOut]) -> str:

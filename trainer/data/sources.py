@@ -304,7 +304,7 @@ def twin_notes(train: Records, evaluation: Records) -> tuple[str, ...]:
 def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> tuple[str, ...]:
     """Returns notes on a single class, and on classes without evaluation samples."""
     notes = list[str]()
-    if len(classes) == 1:
+    if len(classes) == 1 and train.sets is None:  # of an image with several, one is there or not
         notes.append(
             f"there is one class only ('{classes[0]}'), so that loss and accuracy say nothing; is data.path "
             "one folder too high or too low?"

@@ -1,5 +1,6 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -149,6 +150,19 @@ def custom_task(task: str) -> CustomTask:
     return made
 
 
+def recipe_of(own: object) -> dict[str, Any]:
+    """Returns the configuration of an object that `fit` was given: RECIPE, in its class or beside it.
+
+    Raises:
+        BadInputError: If it isn't a dict.
+    """
+    beside = getattr(sys.modules.get(type(own).__module__), "RECIPE", {})
+    if not isinstance(found := getattr(own, "RECIPE", beside), Mapping):
+        what = f'RECIPE is a dict such as {{"epochs": 5}}, not {type(found).__name__}'
+        raise BadInputError(f"{type(own).__name__}: {what}")
+    return {**found, "task": "own"}
+
+
 def _run(path: Path) -> ModuleType:
     try:
         return run_file(path, alone=True)
@@ -181,7 +195,8 @@ def _class_in(module: ModuleType, path: Path, name: str) -> tuple[type, Any]:
         classes = [one for one in there if one.__name__ == name]
     if len(classes) != 1:
         names = ", ".join(one.__name__ for one in classes or there) or "none"
-        imported = ", which it imports: define a class of its own" if there and not classes else ""
+        foreign = there and not classes and not name
+        imported = ", which it imports: define a class of its own" if foreign else ""
         wanted = f"the class {name}" if name else "one class"
         raise BadInputError(
             f"{path}: {wanted} with the methods {', '.join(WANTED)} is wanted; found {names}{imported}"
@@ -189,13 +204,21 @@ def _class_in(module: ModuleType, path: Path, name: str) -> tuple[type, Any]:
     return classes[0], getattr(module, "hooks", ())
 
 
+def object_of(task: Any, source: str) -> Any:
+    """Returns a new object of a class; what is no class as it is.
+
+    Raises:
+        BadInputError: If the class can't be called.
+    """
+    try:
+        return task() if isinstance(task, type) else task
+    except Exception as error:
+        raise BadInputError(f"{source}: {task.__name__}() raised {type(error).__name__}: {error}") from error
+
+
 def _made(
     kind: type, source: str, source_hash: str, hooks: Any, identity: Identity | None = None
 ) -> CustomTask:
-    try:
-        own = kind()
-    except Exception as error:
-        raise BadInputError(f"{source}: {kind.__name__}() raised {type(error).__name__}: {error}") from error
-    task = CustomTask(own, source, identity)
+    task = CustomTask(object_of(kind, source), source, identity)
     task.source_hash, task.hooks = source_hash, hooks
     return task

@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -241,13 +242,17 @@ def _try_measure(task: OwnMethods, model: nn.Module) -> None:
     metrics = list(measured)
     if summarizes:
         # As many rows as in a run: `summarize` may compare them with facts of the whole set.
-        again = torch.arange(len(data)) % len(chosen)
-        every = {
-            name: Values(one[again], None if counts is None else counts[again]).rows()
+        times = -(-len(data) // len(chosen))
+
+        def every(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([rows] * times)[: len(data)]  # an index has no kernel for unsigned integers
+
+        values = {
+            name: Values(every(one), None if counts is None else every(counts)).rows()
             for name, (one, counts) in measured.items()
         }
         try:
-            metrics = list(task._summarize(every))
+            metrics = list(task._summarize(values))
         except BadInputError as error:
             # Metrics raise ValueError for a class that is absent from these few samples.
             if not isinstance(error.__cause__, ValueError) or len(chosen) == len(data):
@@ -363,7 +368,7 @@ def few_samples(task: OwnMethods, samples: Ints, evaluation: bool = False) -> Ba
     data = task.evaluation_data if evaluation else task.train_data
     out = {n: np.zeros((len(samples), *f.shape), f.dtype) for n, f in data.fields.items()}
     numbers = None if evaluation else np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)
-    data.read(samples, numbers, out)
+    task._call("data", data.read, samples, numbers, MappingProxyType(out))
     uniforms = 0 if evaluation else data.uniforms + task.uniforms
     uniform = torch.full((len(samples), uniforms), 0.5) if uniforms else None
     fields = {name: torch.from_numpy(array) for name, array in out.items()}

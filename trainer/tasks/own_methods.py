@@ -32,6 +32,7 @@ WANTED = {
 }
 GIVEN = {
     **WANTED,
+    "describe": "a dict of what JSON can hold, such as the names of classes",
     "summarize": "metrics by name, each a number",
     "transforms": "a function, or a list of them, that each take a training sample and give it back changed",
     "optimizer": "a torch.optim.Optimizer of the model's parameters, whose step() needs no arguments",
@@ -40,7 +41,6 @@ GIVEN = {
 }
 # Optional methods and attributes of a task.
 OPTIONAL_METHODS = (
-    "describe",
     "inputs",
     "predict",
     "collate",
@@ -90,6 +90,8 @@ class OwnMethods:
         self.metric: str = getattr(own, "metric", "loss")
         self.lower_is_better: bool = _lower_is_better(own, self.metric, source)
         self.uniforms: int = getattr(own, "uniforms", 0)
+        if not isinstance(self.uniforms, int) or self.uniforms < 0:
+            raise BadInputError(f"{source}: uniforms is {self.uniforms!r:.80}; give a whole number from 0 on")
         self.watched = _names(own, "watched", source)
         trained = _names(own, "losses", source) or ("loss",) * bool(self.watched)
         if both := set(trained) & set(self.watched):
@@ -131,7 +133,7 @@ class OwnMethods:
 
     def describe(self) -> Mapping[str, Any]:
         """Returns the facts of the class's `describe`, {} without one."""
-        return self._own.describe() if hasattr(self._own, "describe") else {}
+        return self._call("describe", self._own.describe) if hasattr(self._own, "describe") else {}
 
     def model(self) -> nn.Module:
         """Returns a new model."""
@@ -313,6 +315,10 @@ class OwnMethods:
                 )
             for name, field in given.fields.items():
                 self._numbers(name, np.empty(0, field.dtype))
+            buckets = getattr(given, "buckets", ()) or (len(given),)
+            if min(len(given), given.num_items) < 1 or given.uniforms < 0 or sum(buckets) != len(given):
+                facts = f"{len(given)} samples, num_items {given.num_items}, uniforms {given.uniforms}"
+                raise self._wrong("data", f"a {type(given).__name__} of {facts}, buckets {buckets!r:.40}")
             return cast(Dataset, given)
         arrays = {name: self._numbers(name, value) for name, value in given.items()}
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}

@@ -83,9 +83,10 @@ def read_values(given: Any, samples: int, mean: bool, rows: bool = False) -> Val
     if len(values) != samples:
         raise ValueError(f"{what} for {samples} samples; give a value for each of them, ({samples},)")
     if counts is not None:
-        if not isinstance(counts, torch.Tensor) or counts.shape != values.shape or counts.is_complex():
+        fit = isinstance(counts, torch.Tensor) and counts.shape == values.shape and not counts.is_complex()
+        if not fit or not (counts.dtype.is_signed or counts.element_size() == 1):  # torch can't add uint16
             raise ValueError(
-                f"{what} with {describe_value(counts)} as counts; give both of one shape, (n, …)"
+                f"{what} with {describe_value(counts)} as counts; give a mask or weights of its shape, (n, …)"
             )
         return Values(values, counts)
     if values.ndim == 1 or rows:

@@ -24,7 +24,7 @@ from trainer.config.suggest import nearest
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.text import without_controls
 from trainer.tasks import Task
-from trainer.tasks.custom import CustomTask
+from trainer.tasks.custom import CustomTask, object_of, recipe_of
 from trainer.train.components.operations import random_state_kept
 from trainer.train.components.task import check_request, make_task
 
@@ -98,9 +98,9 @@ def check(
     if isinstance(task, str | Path):
         recipe = load_recipe(str(task), words)
         return _check(str(task), recipe, None, only)
-    own = task() if isinstance(task, type) else task
+    own = object_of(task, "check")
     name = type(own).__name__
-    recipe = make_recipe({**getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    recipe = make_recipe(recipe_of(own), words, name)
     return _check(name, recipe, CustomTask(own, name), only)
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.launch.signals import unwound
-from trainer.observe.console import progress_bar, say
+from trainer.observe.console import progress_bar, say, warn
 from trainer.observe.text import megabytes
 from trainer.runs.flags import add_settings
 
 if TYPE_CHECKING:
     from trainer.data.left_out import LeftOut
 
-_SPLITS = ("train", "val")
+_SPLITS, _TEST = ("train", "val"), "test"
 _SHOWN = 20
 
 
@@ -114,13 +114,17 @@ def add_parser(commands: Any) -> None:
 def _parts(source: Path) -> list[tuple[str, Path]]:
     """Lists the splits of a data set with their paths, or the path itself under an empty name."""
     found = []
-    for split in _SPLITS:
+    for split in (*_SPLITS, _TEST):
         names = (split, f"{split}.parquet", f"{split}.csv")
         found += [(split, source / name) for name in names if (source / name).exists()][:1]
+    tests = [path for split, path in found if split == _TEST]  # which may be a class, or without classes
+    found = found[: len(found) - len(tests)]
+    if found and tests:
+        warn(f"{tests[0]}: isn't looked at; name it alone, as it isn't a part that a run reads")
     if not source.exists():
         raise BadInputError(f"{source}: no such file or folder")
     beside = {entry.name for entry in source.iterdir() if entry.is_dir()} if found else set[str]()
-    if odd := sorted(beside - {*_SPLITS, "test"}):
+    if odd := sorted(beside - {*_SPLITS, _TEST}):
         raise BadInputError(
             f"{source}: is '{found[0][0]}' a part of the data or a class like '{odd[0]}' beside it? "
             "Put the classes into a folder train, or name one part alone"
@@ -143,7 +147,8 @@ def _open(source: Path) -> Any:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from trainer.data.formats.tokenize import hidden_files, tokenize
+    from trainer.data.formats.tokenize import list_files, tokenize, unread_files
+    from trainer.data.left_out import held_out
 
     about = tokenize(
         options.source, options.target, options.tokenizer, options.end, options.files, options.force
@@ -154,7 +159,10 @@ def _tokenize(options: argparse.Namespace) -> int:
     )
     if about.unknown:
         say(f"  {about.unknown:,} of them stand for what the vocabulary lacks")
-    _tell_left_out(hidden_files(options.source, options.files))
+    _tell_left_out(unread_files(options.source, options.files))
+    files = list_files(options.source, options.files) if options.source.is_dir() else ()
+    if name := held_out({file.relative_to(options.source).parts[0] for file in files}):
+        warn(f"{options.source / name}: looks like evaluation data, and is in {options.target} with the rest")
     return EXIT_DONE
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from trainer.data.formats.arrow import ArrowTable, import_pyarrow, splits
 from trainer.data.formats.messages import KWARGS, RowError
 from trainer.data.formats.signatures import what_it_is
+from trainer.data.left_out import held_out
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
 from trainer.host.files import hash_inside, lines_inside
@@ -110,6 +111,11 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
     files = (path,) if (path / "state.json").exists() or not path.is_dir() else _inside(path)
     if not files:
         raise BadInputError(f"{path}: holds no .jsonl or .parquet files; give a file, or the folder of some")
+    if name := held_out(one.name for one in files):
+        raise BadInputError(
+            f"{path}: {name} would be learned from as one set with the other files; call them "
+            "train.jsonl and validation.jsonl, or if all are of one set, call it otherwise"
+        )
     beside = _beside(path, files) if path.is_dir() and files != (path,) else ()
     return RowSplit(files, False, column, beside), RowSplit(files, True, column)
 

@@ -113,11 +113,15 @@ def list_files(source: Path, pattern: str) -> Sequence[Path]:
     return sorted(files, key=os.fsencode)
 
 
-def hidden_files(source: Path, pattern: str) -> tuple[LeftOut, ...]:
-    """Returns the hidden files that `list_files` leaves out."""
-    files = sorted(file for file in source.glob(pattern) if not file.is_dir()) if source.is_dir() else []
-    hidden = [file.relative_to(source) for file in files if _is_hidden(file, source)]
-    return tally(one("hidden file{s}", str(file)) for file in hidden)
+def unread_files(source: Path, pattern: str) -> tuple[LeftOut, ...]:
+    """Returns what `list_files` leaves out: hidden files, and links to folders, which `**` doesn't enter."""
+    if not source.is_dir():
+        return ()
+    files = sorted(file for file in source.glob(pattern) if not file.is_dir())
+    links = (each for each in sorted(source.rglob("*")) if each.is_symlink() and each.is_dir())
+    found = [("hidden file{s}", file) for file in files if _is_hidden(file, source)]
+    found += [("link{s} to a folder", link) for link in links if all(link not in f.parents for f in files)]
+    return tally(one(reason, str(each.relative_to(source))) for reason, each in found)
 
 
 def _is_hidden(file: Path, source: Path) -> bool:

@@ -1,6 +1,6 @@
 """Task and plan of a recipe, and checks for faults that would fail on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -252,7 +252,9 @@ def draws_of(recipe: Recipe, task: Task) -> ClassDraws | MixDraws | None:
         )
     if getattr(data, "buckets", ()):
         raise BadInputError("data.class_weights: these data are read in buckets of like length; leave it out")
-    return weigh(labels, [str(name) for name in task.describe().get("classes", ())], weights, len(data))
+    classes = task.describe().get("classes")
+    names = [str(name) for name in classes] if isinstance(classes, Collection) else []
+    return weigh(labels, names, weights, len(data))
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:

@@ -25,7 +25,7 @@ from trainer.observe.rows import FILES, OWN
 from trainer.runs.folder import RUNS, read_rows
 from trainer.runs.manifest import Manifest, read_stored
 from trainer.tasks import Task
-from trainer.tasks.custom import CustomTask
+from trainer.tasks.custom import CustomTask, object_of, recipe_of
 from trainer.train.components.task import limit_data, make_task
 from trainer.train.hooks import HookError, find_hooks
 from trainer.train.options import Mode, parse_source
@@ -86,7 +86,7 @@ def fit(
 
     Args:
         task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task
-            (`trainer new`); the attribute RECIPE of such an object is the configuration.
+            (`trainer new`); RECIPE, in its class or beside it, is the configuration.
         settings: Configuration keys, `{"epochs": 3, "optim.lr": 0.1}`.
         out: Run folder: a new or empty one, or that of a run to resume; default: a new one in runs.
         resume: As `trainer train --resume`.
@@ -177,9 +177,9 @@ def _open(
     if isinstance(task, str | Path):
         recipe = _sized(stored, *provisional(str(task), words))
         return Path(task).stem, recipe, make_task(recipe)
-    own = task() if isinstance(task, type) else task
+    own = object_of(task, "fit")
     name = type(own).__name__
-    recipe = _sized(stored, *provisional(name, words, {**getattr(own, "RECIPE", {}), "task": "own"}))
+    recipe = _sized(stored, *provisional(name, words, recipe_of(own)))
     opened = CustomTask(own, name)
     return name, recipe, limit_data(opened, recipe.data.limit)
 
