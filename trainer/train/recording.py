@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.recipe import Recipe
 from trainer.config.registry import named
 from trainer.config.sinks import FILE_SINKS, SINKS
+from trainer.config.yaml_text import to_yaml
 from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
@@ -28,9 +28,6 @@ from trainer.observe.sinks import keep_rows, opened_to_add
 from trainer.observe.text import enumerated
 from trainer.runs.manifest import Manifest, status_after, update_manifest
 from trainer.train.state import Run
-
-# The dumper of libyaml is ten times as fast; not every PyYAML has it.
-_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @contextlib.contextmanager
@@ -101,7 +98,7 @@ def _open(
     folder: Path, recipe: Recipe, config: Mapping[str, Any], step: int, closing: contextlib.ExitStack
 ) -> list[Sink]:
     with written_whole(folder / "config.yaml") as beside:
-        beside.write_text(yaml.dump(dict(config), Dumper=_DUMPER, sort_keys=False))
+        beside.write_text(to_yaml(dict(config)))
     sinks: list[Sink] = []
     for name in FILE_SINKS:
         if name in recipe.log.to:
