@@ -18,7 +18,8 @@ from trainer.config.yaml_text import to_yaml
 from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
-from trainer.host.files import remove_unfinished, write_file, written_whole
+from trainer.host.files import remove, remove_unfinished, write_file, written_whole
+from trainer.host.latest import EVALUATION
 from trainer.models.finetune import plain_state
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, last_names
 from trainer.observe.console import warn
@@ -85,6 +86,7 @@ def open_recording(
 
 def _begin(folder: Path, manifest: Manifest, step: int) -> None:
     remove_unfinished(folder)
+    remove(folder / EVALUATION)  # of other weights than those that this attempt ends with
     for one in SINKS.values():
         if one.folder and not step:
             shutil.rmtree(folder / one.folder, ignore_errors=True)
