@@ -8,7 +8,7 @@ import pytest
 import trainer
 from tests.helpers.refusals import refused
 from trainer.config.recipe_file import read_recipe
-from trainer.config.yaml_text import parse_yaml
+from trainer.config.yaml_text import parse_yaml, to_yaml
 from trainer.host import strict_json
 
 # Who may call a parser itself, and why.
@@ -61,6 +61,12 @@ BOMBS = {
 def test_yaml_has_bounds(name: str) -> None:
     with refused("recipe"):
         parse_yaml(BOMBS[name], "recipe")
+
+
+def test_values_come_back_from_yaml() -> None:
+    """PyYAML's own dumper writes for YAML 1.1: `08` and `1e3` would come back as numbers."""
+    values = ["08", "1e3", "+.5", ".inf", "on", "1:30", "null", "", "~", "a #b", "\x85", 8, 1e-5, 1e16, None]
+    assert parse_yaml(to_yaml(values), "recipe") == values
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"9" * 10_000, b"\xff", b""])

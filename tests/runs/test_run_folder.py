@@ -16,6 +16,7 @@ from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import held, same
 from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
+from trainer.host.latest import EVALUATION
 from trainer.observe.sinks import keep_rows
 from trainer.runs.folder import claim_folder, remove_unused
 from trainer.runs.manifest import read_stored
@@ -80,7 +81,9 @@ def test_every_file_of_rows_is_cut_to_the_checkpoint(tmp_path: Path) -> None:
         with (folder / name).open("ab") as file:
             file.write(b'\xff\n{"torn')
     (folder / "mine.csv").write_text("image,label\na,1\n")  # of a hook, not of a sink
+    (folder / EVALUATION).touch()
     assert named(attempt(folder, recipe, code=0).said, "evaluations.jsonl 1")
+    assert not (folder / EVALUATION).exists(), "it measured the weights of before"
     assert (folder / "mine.csv").read_text() == "image,label\na,1\n"
     for kind, steps in (("train", list(range(2, 17, 2))), ("eval", list(range(2, 17, 2))), ("end", [16])):
         assert [row["step"] for row in read_rows(folder, (kind,))] == steps

@@ -110,7 +110,7 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     (first,) = told("open")
     assert not told("close")
     assert manifest(run)["trackers"] == {"watching": f"id-{first[0]}"}
-    killed_at = shutil.copytree(run, tmp_path / "without")
+    killed_at, forced = (shutil.copytree(run, tmp_path / name) for name in ("without", "forced"))
     assert "resumes after step 5" in attempt(run, recipe, before=patiently, code=0).said
     _, (process, _, about) = told("open")
     assert about["id"] == f"id-{first[0]}"
@@ -120,12 +120,17 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     steps = Counter((kind, step) for _, _, kind, step, _ in told("row") if kind in ("train", "eval", "end"))
     assert steps == Counter((row["kind"], row["step"]) for row in read_rows(run))
     assert max(steps.values()) == 1
+    # What was changed after the checkpoint is sent again, with its new values.
+    attempt(forced, recipe.model_copy(update={"seed": 9}), "force", before=patiently, code=0)
+    (*_, (process, *_)) = told("open")
+    again = [row["step"] for row in read_rows(forced, ("train",)) if row["step"] > 5]
+    assert [event[3] for event in told("row") if event[0] == process and event[2] == "train"] == again
     # The manifest knows the id, too; one that fails costs its rows alone.
     shutil.rmtree(killed_at / "trackers")
     recipe = small(**logged("watching", "closed"))
     done = attempt(killed_at, recipe, stop_after=9, before=patiently, code=EXIT_REQUEUE)
     assert told("open")[-1][2]["id"] == f"id-{first[0]}"
-    assert [event[2] for event in told("close")] == ["finished", "stopped"]
+    assert [event[2] for event in told("close")] == ["finished", "finished", "stopped"]
     assert named(done.said, "closed ConnectionError") and "hunter2" not in done.said
     assert manifest(killed_at)["status"] == "stopped"
 

@@ -16,6 +16,7 @@ from trainer.train.components.task import data_of, make_plan, make_task
 from trainer.train.request import Request
 from trainer.train.start import prepare as preparing
 from trainer.train.start.decision import Finished, From, New, Resume, decide
+from trainer.train.start.rank import words_to_resume
 
 RECIPE = make_recipe()
 TASK = make_task(RECIPE)
@@ -74,3 +75,17 @@ def test_gpus_that_pytorch_cannot_use_are_refused(tmp_path: Path) -> None:
     with ExitStack() as stack, refused("2 device=cpu"):
         preparing.prepare(request, 2, stack, TASK)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag"),
+    [
+        ("digits", "newest"),
+        ("digits --out a", ""),
+        ("--resume a", ""),
+        ("digits --out a --resume=never", "never"),
+    ],
+)
+def test_a_stop_says_what_the_same_command_lacks(typed: str, flag: str) -> None:
+    said = words_to_resume(f"trainer train {typed}")
+    assert f"--resume {flag}" in said if flag else not said

@@ -6,8 +6,7 @@ A recipe that holds one is refused, with the recipe without it. What runs have s
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
+from trainer.config.yaml_text import to_yaml
 from trainer.errors import BadInputError
 
 DROPPED = {
@@ -62,7 +61,7 @@ def refuse_dropped(values: Mapping[str, Any], given: Mapping[str, Any], source: 
     """
     if gone := list(_gone(given)):
         left = without_dropped(values)
-        recipe = yaml.safe_dump(left, sort_keys=False) if left != values else ""
+        recipe = to_yaml(left) if left != values else ""
         remedy = "; the recipe without it is printed" if recipe else ""
         raise DroppedKeysError([f"{source}: {key} is gone: {DROPPED[key]}{remedy}" for key in gone], recipe)
 

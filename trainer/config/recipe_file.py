@@ -105,6 +105,8 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         if not equals or not all(names):
             raise BadInputError(f"{setting}: give KEY=VALUE, such as optim.lr=0.1")
         value = parse_yaml(text, setting)
+        if str(value).count("#") < text.count("#"):  # a path, say: on a command line nobody comments
+            raise BadInputError(f"{setting}: ' #' begins a comment in YAML; give KEY='\"VALUE\"'")
         for name in reversed(names):
             value = {name: value}
         whole = [one for one in _WHOLE if len(names) <= len(one)]

@@ -28,17 +28,24 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         field: FieldInfo = cls.model_fields[str(info.field_name)]
-        if isinstance(value, bool) and "bool" not in _type_name(field.annotation):
+        kind = _type_name(field.annotation)
+        if any(isinstance(one, bool) for one in _members(value)) and "bool" not in kind:
             raise PydanticCustomError("bool", "true and false aren't allowed here")
         return value
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_nul(cls, value: Any) -> Any:
-        words = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(one, str | Path) and "\0" in str(one) for one in words):
+    def _words_are_sound(cls, value: Any) -> Any:
+        words = [one for one in _members(value) if isinstance(one, str | Path)]
+        if any("\0" in str(one) for one in words):
             raise PydanticCustomError("nul", "it holds the character NUL, which no path or name can")
+        if len(set(words)) < len(words):
+            raise PydanticCustomError("twice", "it holds a word twice; remove one")
         return value
+
+
+def _members(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def validated(model: type[Config], values: dict[str, Any], source: str) -> Config:

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.recipe import Recipe
 from trainer.config.registry import named
 from trainer.config.sinks import FILE_SINKS, SINKS
+from trainer.config.yaml_text import to_yaml
 from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
-from trainer.host.files import remove_unfinished, write_file, written_whole
+from trainer.host.files import remove, remove_unfinished, write_file, written_whole
+from trainer.host.latest import EVALUATION
 from trainer.models.finetune import plain_state
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, last_names
 from trainer.observe.console import warn
@@ -28,9 +29,6 @@ from trainer.observe.sinks import keep_rows, opened_to_add
 from trainer.observe.text import enumerated
 from trainer.runs.manifest import Manifest, status_after, update_manifest
 from trainer.train.state import Run
-
-# The dumper of libyaml is ten times as fast; not every PyYAML has it.
-_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @contextlib.contextmanager
@@ -88,6 +86,7 @@ def open_recording(
 
 def _begin(folder: Path, manifest: Manifest, step: int) -> None:
     remove_unfinished(folder)
+    remove(folder / EVALUATION)  # of other weights than those that this attempt ends with
     for one in SINKS.values():
         if one.folder and not step:
             shutil.rmtree(folder / one.folder, ignore_errors=True)
@@ -101,7 +100,7 @@ def _open(
     folder: Path, recipe: Recipe, config: Mapping[str, Any], step: int, closing: contextlib.ExitStack
 ) -> list[Sink]:
     with written_whole(folder / "config.yaml") as beside:
-        beside.write_text(yaml.dump(dict(config), Dumper=_DUMPER, sort_keys=False))
+        beside.write_text(to_yaml(dict(config)))
     sinks: list[Sink] = []
     for name in FILE_SINKS:
         if name in recipe.log.to:

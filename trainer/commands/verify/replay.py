@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.checkpoint.folder import folder_name as step_name
 from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.config.own_code import refuse_unnamed
@@ -17,6 +15,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, provisional
 from trainer.config.redact import REDACTED
 from trainer.config.section import validated
+from trainer.config.yaml_text import to_yaml
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
@@ -106,7 +105,7 @@ def replay(
 ) -> int:
     """Trains in a folder, with the real launcher; returns 0, or the exit code of the failure."""
     recipe = folder.with_name("replay.yaml")
-    recipe.write_text(yaml.safe_dump(dict(config)))
+    recipe.write_text(to_yaml(dict(config)))
     cuda = config["device"] == "cuda"
     for part in parts:
         ends = part.until == steps

@@ -40,13 +40,20 @@ class Sent:
         rows: Number of its records.
     """
 
-    def __init__(self, file: Path) -> None:
-        """Reads the file; one that is odd says nothing."""
+    def __init__(self, file: Path, after: int | None = None) -> None:
+        """Reads the file; one that is odd says nothing.
+
+        Args:
+            file: The file.
+            after: Step after which the records are others now, so that what was sent doesn't count; or None.
+        """
         self._file, self.id, self.rows = file, "", 0
         self._steps: dict[str, int] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             facts = strict_json.parse_quickly(read_bounded(file))
             steps = {kind: int(last) for kind, last in facts["steps"].items()}
+            if after is not None:
+                steps = {kind: min(last, after) for kind, last in steps.items()}
             self.id, self.rows, self._steps = str(facts["id"]), int(facts["rows"]), steps
         self._before = dict(self._steps)
 
@@ -83,7 +90,7 @@ class _Link:
         self._about, self._tell = about, tell
         self._tracker: Tracker | None = None
         self._waiting = deque[dict[str, Any]](maxlen=_ROWS)
-        self._sent = Sent(Path(about["folder"], "trackers", f"{name}.json"))
+        self._sent = Sent(Path(about["folder"], "trackers", f"{name}.json"), about.get("changed_after"))
 
     def send(self, rows: Sequence[dict[str, Any]], last: bool = False) -> None:
         """Sends records, after those that wait; the last ones without a rest."""
@@ -104,7 +111,9 @@ class _Link:
         known = (
             self._about["trackers"].get(self.name) or sent.id or None
         )  # a killed run's manifest may lack it
-        about = {name: value for name, value in self._about.items() if name != "trackers"}
+        about = {**self._about}
+        for ours in ("trackers", "changed_after"):
+            about.pop(ours, None)
         id_, where = tracker.open({**about, "id": known, "rows": sent.rows if sent.id == known else 0})
         sent.begin(id_)
         self._tracker = tracker
@@ -137,7 +146,8 @@ class Feed:
 
         Args:
             names: Trackers, from `trackers_of`.
-            about: As for `Tracker.open`, but for `id` and `rows`; and `trackers`: ids by name.
+            about: As for `Tracker.open`, but for `id` and `rows`; and `trackers`: ids by name;
+                `changed_after`: see `Sent`.
             found: Called with name, id and place of a tracker's run once they are known.
         """
         self._found, self._rows, self._warned = found, 0, set[str]()
@@ -241,6 +251,7 @@ def _about(folder: Path, recipe: Recipe, step: int, manifest: Manifest) -> dict[
         "folder": str(folder),
         "config": redact(recipe.model_dump(mode="json")),
         "trackers": dict(manifest.trackers),
+        "changed_after": step if manifest.attempts[-1].changed else None,
         "step": step,
         "steps": manifest.planned_steps,
     }

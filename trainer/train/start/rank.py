@@ -285,10 +285,12 @@ def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: st
 
 
 def words_to_resume(typed: str) -> str:
-    """Returns the flags that a command needs in addition to resume its run, in brackets; or ""."""
+    """Returns what a command needs to resume its run, in brackets: another flag, or one less; or ""."""
     words = typed.replace("=", " ").split()
-    named = "--resume" in words and words[words.index("--resume") + 1] not in ("auto", "force", "never")
-    return "" if "--out" in words or named else " (with --resume newest)"
+    mode = words[words.index("--resume") + 1] if "--resume" in words else "auto"
+    if mode == "never":
+        return " (without --resume never)"
+    return "" if "--out" in words or mode not in ("auto", "force") else " (with --resume newest)"
 
 
 def choose_threads(
