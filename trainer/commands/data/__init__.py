@@ -126,7 +126,7 @@ def _parts(source: Path) -> list[tuple[str, Path]]:
         names = (split, f"{split}.parquet", f"{split}.csv")
         found += [(split, source / name) for name in names if (source / name).exists()][:1]
     if not source.exists():
-        raise BadInputError(f"{source}: no such file or folder")
+        raise BadInputError(f"{source}: no such file or folder; give the data's path, as data.path has it")
     beside = {entry.name for entry in source.iterdir() if entry.is_dir()} if found else set[str]()
     if odd := sorted(beside - {*_SPLITS, "test"}):
         raise BadInputError(
