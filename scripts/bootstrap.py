@@ -185,9 +185,9 @@ class Venv:
 
 def bootstrap(venv: Venv) -> None:
     """Brings the environment to what the lock says; at once if it is there already."""
-    unknown = set(venv.asked) - {group for wheel in venv.wheels for group in wheel.groups}
-    if unknown:
-        stop(f"no group {', '.join(sorted(unknown))} in {venv.lock}")
+    groups = {group for wheel in venv.wheels for group in wheel.groups}
+    if unknown := set(venv.asked) - groups:
+        stop(f"no group {', '.join(sorted(unknown))}; there are {', '.join(sorted(groups))}")
     if venv.is_there():
         return
     begun = time.monotonic()

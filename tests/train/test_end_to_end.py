@@ -28,11 +28,11 @@ from trainer.train.options import fast_settings
 ROOT = Path(__file__).parents[2]
 
 
-def trained(folder: Path, *words: str, **environment: str) -> list[Path]:
+def trained(folder: Path, *words: str, code: int = 0, **environment: str) -> list[Path]:
     """The run folders that a command made."""
     command = [sys.executable, "-m", "trainer", "train", "digits", *words]
     done = preloaded.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return [path for path in folder.glob("runs/*") if not path.is_symlink()]
 
 
@@ -100,11 +100,13 @@ def test_every_recipe_can_be_tried(name: str) -> None:
     assert (tried.max_steps, tried.data.limit) == (1, whole.data.global_batch_size)
 
 
-def test_a_fast_try_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lr", "code"), [("0.1", 0), ("1e38", 1)])
+def test_a_fast_try_leaves_nothing_unless_it_failed(tmp_path: Path, lr: str, code: int) -> None:
     (tmp_path / "tmp").mkdir()
-    trained(tmp_path, "--fast-dev-run", "parallel.threads=1", "seed=4", TMPDIR=str(tmp_path / "tmp"))
+    words = ("--fast-dev-run", "parallel.threads=1", "seed=4", f"optim.lr={lr}")
+    trained(tmp_path, *words, TMPDIR=str(tmp_path / "tmp"), code=code)
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
-    assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("trainer-try")]
+    assert len([*(tmp_path / "tmp").glob("trainer-try-*/run/report.html")]) == code
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from trainer.host.files import write_whole
 def add_parser(commands: Any) -> None:
     """Adds `new` to the commands."""
     parser = commands.add_parser("new", help="Write a template for a custom task.", allow_abbrev=False)
-    parser.add_argument("file", type=Path, metavar="FILE.py", help="what to write; it trains as it is")
+    parser.add_argument("file", type=Path, metavar="FILE.py", help="file to write; it trains as it is")
     parser.set_defaults(run=new)
 
 

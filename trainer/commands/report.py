@@ -25,8 +25,8 @@ def add_parser(commands: Any) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="replaced if it is a report, and never if it is anything else (default: RUN/report.html; for "
-        "several runs ./report.html, if there is none yet)",
+        help="page to write; only a report is replaced (default: RUN/report.html; for several runs "
+        "./report.html, if there is none yet)",
     )
     report.set_defaults(run=lambda options: report_of(options.folders, options.out))
 

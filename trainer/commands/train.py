@@ -1,21 +1,21 @@
 """`trainer train RECIPE`: starts the ranks of a run, or is one of them."""
 
 import argparse
-import contextlib
 import math
 import os
 import shutil
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.suggest import nearest
-from trainer.errors import BadInputError, reading
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_REQUEUE, BadInputError, reading
 from trainer.host.here import paths_from_here
 from trainer.host.latest import MANIFEST, nor_below_runs, run_path
 from trainer.host.limits import read_limits
 from trainer.host.startup import choose_waiting
-from trainer.observe.console import log_as_json, set_verbosity, without_bars
+from trainer.observe.console import log_as_json, say, set_verbosity, without_bars
 from trainer.runs.flags import add_task
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fast-dev-run",
         action="store_true",
-        help="train one step and evaluate on as many samples, then delete the run folder (--set wins)",
+        help="train one step and evaluate on as many samples, then delete the run folder unless that "
+        "failed (--set wins)",
     )
     group.add_argument(
         "--profile",
@@ -202,17 +203,15 @@ def _run(options: argparse.Namespace) -> int:
     from trainer.launch.nodes import forget_step_of_shell
 
     forget_step_of_shell(os.environ)
-    with paths_from_here(), contextlib.ExitStack() as stack:
-        if options.fast_dev_run:
-            _try_fast(options, stack)
-        return _train(options)
+    with paths_from_here():
+        return _try_fast(options) if options.fast_dev_run else _train(options)
 
 
-def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    """Applies --fast: its settings, and a temporary folder."""
+def _try_fast(options: argparse.Namespace) -> int:
+    """Trains with --fast-dev-run: its settings, and a temporary folder, which stays if the run fails."""
     from trainer.config.recipe_file import provisional
     from trainer.launch.nodes import is_rank, rank_variables
-    from trainer.train.options import check_alone, fast_settings, folder_for_a_try
+    from trainer.train.options import check_alone, fast_settings
 
     resume = None if options.resume in _MODES else options.resume
     several = is_rank({**os.environ, **rank_variables(os.environ)})
@@ -221,7 +220,15 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     check_code(options)
     recipe, _ = provisional(options.recipe, options.set, options.values)
     options.set = [*fast_settings(recipe), *options.set]
-    options.out = stack.enter_context(folder_for_a_try())
+    beside, code = Path(tempfile.mkdtemp(prefix="trainer-try-")), EXIT_BAD_INPUT
+    options.out = beside / "run"
+    try:
+        code = _train(options)
+    finally:
+        if code in (EXIT_DONE, EXIT_REQUEUE, EXIT_BAD_INPUT):  # else a line names it
+            shutil.rmtree(beside, ignore_errors=True)
+            say("  --fast-dev-run: the run folder is removed")
+    return code
 
 
 def _train(options: argparse.Namespace) -> int:

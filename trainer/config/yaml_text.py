@@ -106,7 +106,7 @@ def parse_yaml(text: str, source: str) -> Any:
         raise BadInputError(f"{source}: {error}") from error
     except Exception as error:  # PyYAML raises more than its own errors: KeyError for `!!bool x`, say
         mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
+        where = f" line {mark.line + 1}:" if mark else ""
         what = getattr(error, "problem", None) or _why(error)
         if "alphabetic or numeric character" in what:
             what = 'a pattern that starts with * needs quotes of its own: ["*.norm*"]'

@@ -149,7 +149,7 @@ def _in_one_line(what: str, repository: str, revision: str, name: str) -> Iterat
         how = "can't be reached from here" if answer is None else f"answers HTTP {answer.status_code}"
         raise BadInputError(
             f"{what}: {hub} {how}, and {constants.HF_HUB_CACHE} doesn't hold it; fetch "
-            "it once where there is a network, set HF_ENDPOINT to a mirror, or give a file"
+            "it once where there is a network, set HF_ENDPOINT to a mirror, or give the path of a copy"
         ) from error
     except (httpx2.HTTPError, ValueError, RuntimeError) as error:
         raise BadInputError(

@@ -18,7 +18,7 @@ from trainer.data.dataset import Dataset
 
 
 class Task(Protocol):
-    """Interface between the trainer and a task.
+    """Interface of the package's tasks; a custom class, with a loss of `(n,)`, is wrapped to have it.
 
     Attributes:
         train_data: Training set.

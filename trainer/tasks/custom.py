@@ -195,11 +195,11 @@ def _class_in(module: ModuleType, path: Path, name: str) -> tuple[type, Any]:
         classes = [one for one in there if one.__name__ == name]
     if len(classes) != 1:
         names = ", ".join(one.__name__ for one in classes or there) or "none"
-        foreign = there and not classes and not name
-        imported = ", which it imports: define a class of its own" if foreign else ""
+        hint = ", which it imports: define a class of its own" if there and not name else ""
+        hint = f"; name one, as {path.name}:{classes[0].__name__}" if classes else hint
         wanted = f"the class {name}" if name else "one class"
         raise BadInputError(
-            f"{path}: {wanted} with the methods {', '.join(WANTED)} is wanted; found {names}{imported}"
+            f"{path}: {wanted} with the methods {', '.join(WANTED)} is wanted; found {names}{hint}"
         )
     return classes[0], getattr(module, "hooks", ())
 

@@ -215,7 +215,8 @@ def make_hooks(config: HooksConfig, brought: Sequence[Any], rank: int) -> HooksO
                 made.append(one() if inspect.isclass(one) else one)
             except _FAILURES as error:
                 raise BadInputError(f"hook {name}: {_text_of(error)}") from error
-    return HooksOfRank(made, any_asks(found))
+    asks = any(asks_for_model(getattr(one, "after_evaluation", None)) for _, one in found)
+    return HooksOfRank(made, asks)
 
 
 def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
@@ -247,11 +248,6 @@ def asks_for_model(method: object) -> bool:
         return callable(method) and "model" in inspect.signature(method).parameters
     except (TypeError, ValueError):  # written in C
         return False
-
-
-def any_asks(found: Sequence[tuple[str, Any]]) -> bool:
-    """True if one of the hooks from `find_hooks` asks for the model."""
-    return any(asks_for_model(getattr(one, "after_evaluation", None)) for _, one in found)
 
 
 def hook_sink(

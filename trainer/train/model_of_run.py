@@ -107,14 +107,9 @@ def open_run(
     if weights is not None and weights not in run.manifest.weights:
         raise BadInputError(f"{folder / weights}: isn't one of the run's final weights; give the run folder")
     source = _load_weights(model, run, name, checkpoint)
-    _warn_of_changes(run)
-    return OpenedRun(folder, run.manifest, recipe, task, model, source)
-
-
-def _warn_of_changes(run: RunFolder) -> None:
-    """Warns if a configuration isn't the one that was hashed; one of 0.1 lacks keys."""
     for line in altered_config(run.manifest.as_facts()) if run.manifest.format == FORMAT else ():
-        warn(f"{run.path}: {line}")
+        warn(f"{folder}: {line}")  # not of the configuration that was hashed; one of 0.1 lacks keys
+    return OpenedRun(folder, run.manifest, recipe, task, model, source)
 
 
 def with_set(recipe: Recipe, on: str) -> Recipe:

@@ -1,15 +1,11 @@
 """Options of `trainer train` in addition to the keys of the recipe; `--fast-dev-run`. Imports no torch."""
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.observe.console import say
 from trainer.runs.folder import MANIFEST
 
 Mode = Literal["auto", "newest", "force", "never"]  # values of --resume, see `trainer train --help`
@@ -117,11 +113,3 @@ def check_alone(several: bool, **given: object) -> None:
                 f"{FLAG} and --{name.replace('_', '-')}: give one of them; a fast try keeps nothing and is "
                 "of one machine"
             )
-
-
-@contextmanager
-def folder_for_a_try() -> Iterator[Path]:
-    """Yields the path of a temporary run folder, which isn't made yet; removes it at the end."""
-    with tempfile.TemporaryDirectory(prefix="trainer-try-", ignore_cleanup_errors=True) as beside:
-        yield Path(beside) / "run"
-    say(f"  {FLAG}: one step and one evaluation were tried, and their run folder is removed")

@@ -65,7 +65,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
     try:
         run = read_run(source.run)
     except BadInputError as error:
-        raise BadInputError(f"{word}: {error}") from error
+        raise BadInputError(f"--init-from {error}") from error
     step, path = chosen_checkpoint(source.run, source.which, word)
     path = path.absolute()  # the code of a task, below, may change the current folder
     try:

@@ -255,7 +255,8 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
     if state.left_out is not None:
         state.left_out.fill_(known.left_out)
     state.step = step
-    state.logged = Logged(known.row, known.seconds, known.samples, _rows_of(known), known.tokens)
+    timed: list[Row] = [known.explained] if known.explained else []
+    state.logged = Logged(known.row, known.seconds, known.samples, timed, known.tokens)
     state.metrics = {n: math.nan if metric is None else metric for n, metric in known.metrics.items()}
     state.best, state.no_better, state.history = known.best, known.no_better, known.history
     if state.average is not None:
@@ -367,10 +368,6 @@ class _Numbers(BaseModel):
     history: list[float] = []
     averaged_before: int = Field(0, ge=0, lt=1 << 53)
     own: Any = None
-
-
-def _rows_of(known: _Numbers) -> list[Row]:
-    return [known.explained] if known.explained else []
 
 
 def read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:

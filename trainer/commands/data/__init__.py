@@ -27,87 +27,95 @@ def add_parser(commands: Any) -> None:
     kinds = data.add_subparsers(required=True, metavar="WHAT")
 
     pack = kinds.add_parser(
-        "pack",
-        help="decode, shrink and encode images once, for all epochs",
-        allow_abbrev=False,
+        "pack", help="decode, shrink and encode images once, for all epochs", allow_abbrev=False
     )
-    pack.add_argument(
+    add = pack.add_argument
+    add(
         "source",
         type=Path,
         metavar="SRC",
         help="folder of classes, .csv or .parquet, indexed shards; or a folder with train and val of these",
     )
-    pack.add_argument("target", type=Path, metavar="DST", help="new folder")
-    pack.add_argument(
-        "--short-side", type=int, metavar="N", help="shrink what is larger to this, in pixels (256 for 224)"
+    add("target", type=Path, metavar="DST", help="new folder")
+    add(
+        "--short-side",
+        type=int,
+        metavar="N",
+        help="pixels to which a larger short side shrinks (256 for 224)",
     )
-    pack.add_argument("--quality", type=int, default=90, metavar="Q", help="of the JPEGs (default: 90)")
-    pack.add_argument(
-        "--raw", action="store_true", help="store pixels: the least work in training, 5 to 10 times the size"
-    )
-    pack.add_argument(
+    add("--quality", type=int, default=90, metavar="Q", help="quality of the JPEGs (default: 90)")
+    add("--raw", action="store_true", help="store pixels: least work in training, 5 to 10 times the size")
+    add(
         "--exif-orientation",
         choices=("apply", "ignore"),
         default="ignore",
-        help="as data.exif_orientation; the pack remembers it (default: ignore)",
+        help="apply or ignore the EXIF orientation, as data.exif_orientation does (default: ignore)",
     )
-    pack.add_argument("--processes", type=int, metavar="N", help="default: the CPUs of this container")
+    add("--processes", type=int, metavar="N", help="processes (default: CPUs of this container)")
     pack.set_defaults(run=_pack)
 
-    tokens = kinds.add_parser("tokenize", help="text to a token file (.bin)", allow_abbrev=False)
-    tokens.add_argument(
-        "source", type=Path, metavar="SRC", help="text file, or folder of them (sorted by name)"
+    tokens = kinds.add_parser(
+        "tokenize", help="write the tokens of text files to one file (.bin)", allow_abbrev=False
     )
-    tokens.add_argument("target", type=Path, metavar="DST", help="token file to write, such as train.bin")
-    tokens.add_argument(
+    add = tokens.add_argument
+    add("source", type=Path, metavar="SRC", help="text file, or folder of them (sorted by name)")
+    add("target", type=Path, metavar="DST", help="token file to write, such as train.bin")
+    add(
         "--tokenizer",
         required=True,
         metavar="bytes|bpe:FILE",
-        help="bytes: each byte is a token, 256 ends a document; bpe:FILE: a tokenizer.json on this machine",
+        help="bytes: a token for each byte, 256 ends a document; bpe:FILE: a tokenizer.json on this machine",
     )
-    tokens.add_argument(
+    add(
         "--end",
         metavar="TOKEN",
-        help="with bpe:FILE, the token that ends a document (default: <|endoftext|> or the like)",
+        help="token that ends a document, with bpe:FILE (default: <|endoftext|> or the like)",
     )
-    tokens.add_argument(
+    add(
         "--files",
         default="**/*",
         metavar="PATTERN",
-        help="which files below SRC, such as '**/*.txt' (default: all that aren't hidden)",
+        help="pattern of files below SRC, such as '**/*.txt' (default: all that aren't hidden)",
     )
-    tokens.add_argument("--force", action="store_true", help="replace DST if it is there")
+    add("--force", action="store_true", help="replace DST if it is there")
     tokens.set_defaults(run=_tokenize)
 
     index = kinds.add_parser(
         "index", help="index tar shards, to serve them by https or s3", allow_abbrev=False
     )
-    index.add_argument("folder", type=Path, metavar="DIR", help="holds .tar files; or train and val do")
-    index.add_argument(
-        "--image", default="", metavar="SUFFIX", help="of the image, where samples have two (a mask, say)"
+    add = index.add_argument
+    add("folder", type=Path, metavar="DIR", help="folder with .tar files, or with train and val of these")
+    add(
+        "--image",
+        default="",
+        metavar="SUFFIX",
+        help="suffix of the image, if samples have two (an image and a mask)",
     )
     index.set_defaults(run=_index)
 
     verify = kinds.add_parser(
-        "verify", help="compare every sample with its hash, and keep those of new ones", allow_abbrev=False
+        "verify",
+        help="compare every sample with its hash, and keep the hashes of new samples",
+        allow_abbrev=False,
     )
-    verify.add_argument(
-        "what",
-        metavar="DIR|RECIPE",
-        help="as for pack, or a pack; tokens.bin; or a recipe, for any data that lie in files",
+    add = verify.add_argument
+    add(
+        "what", metavar="DIR|RECIPE", help="SRC of pack, a pack, tokens.bin, or a recipe whose data are files"
     )
     add_settings(verify)
     verify.set_defaults(run=_verify)
 
-    show = kinds.add_parser("show", help="samples of text as the model sees them", allow_abbrev=False)
-    show.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
+    show = kinds.add_parser("show", help="print samples of text as the model sees them", allow_abbrev=False)
+    add = show.add_argument
+    add("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
     add_settings(show)
-    show.add_argument("--samples", type=int, default=3, metavar="N", help="how many (default: 3)")
+    add("--samples", type=int, default=3, metavar="N", help="number of samples (default: 3)")
     show.set_defaults(run=_show)
 
-    stats = kinds.add_parser("stats", help="counts, sizes, cost, mean and std", allow_abbrev=False)
-    stats.add_argument("source", type=Path, metavar="SRC", help="as for pack, or a pack")
-    stats.add_argument("--json", action="store_true", help="print JSON")
+    stats = kinds.add_parser("stats", help="print counts, sizes, cost, mean and std", allow_abbrev=False)
+    add = stats.add_argument
+    add("source", type=Path, metavar="SRC", help="SRC of pack, or a pack")
+    add("--json", action="store_true", help="print JSON")
     stats.set_defaults(run=_stats)
 
 
@@ -122,7 +130,7 @@ def _parts(source: Path) -> list[tuple[str, Path]]:
     if found and tests:
         warn(f"{tests[0]}: isn't looked at; name it alone, as it isn't a part that a run reads")
     if not source.exists():
-        raise BadInputError(f"{source}: no such file or folder")
+        raise BadInputError(f"{source}: no such file or folder; give the data's path, as data.path has it")
     beside = {entry.name for entry in source.iterdir() if entry.is_dir()} if found else set[str]()
     if odd := sorted(beside - {*_SPLITS, _TEST}):
         raise BadInputError(

@@ -16,7 +16,9 @@ def add_parser(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor", help="Check this machine. Exit code 1: a check failed.", allow_abbrev=False
     )
-    doctor.add_argument("recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether it fits")
+    doctor.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="recipe whose data and memory are checked"
+    )
     add_settings(doctor)
     doctor.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs)")
     doctor.add_argument("--json", action="store_true", help="print every check as JSON")

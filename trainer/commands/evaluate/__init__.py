@@ -18,37 +18,31 @@ from trainer.runs.flags import add_coco, add_settings, add_task
 def add_parser(commands: Any) -> None:
     """Adds `evaluate` to the commands."""
     evaluate = commands.add_parser(
-        "evaluate",
-        help="Evaluate a run, or a file of weights.",
-        allow_abbrev=False,
+        "evaluate", help="Evaluate a run, or a file of weights.", allow_abbrev=False
     )
-    evaluate.add_argument(
+    add = evaluate.add_argument
+    add(
         "what",
         metavar="RUN|WEIGHTS|RECIPE",
-        help="run folder, or latest; or model.safetensors or ema.safetensors in one; with --weights a recipe",
+        help="run folder, latest, or model.safetensors or ema.safetensors of a run; with --weights a recipe",
     )
-    evaluate.add_argument(
+    add(
         "--weights",
         metavar="FILE",
-        help="measure these on the data of a recipe, without training: a safetensors file, "
+        help="weights to measure on the data of a recipe: a safetensors file, "
         "hub:ORG/NAME@REVISION or torchvision:WEIGHTS (as model.pretrained)",
     )
-    evaluate.add_argument(
+    add(
         "--checkpoint",
         metavar="best|last|STEP",
-        help="weights of this checkpoint (default: the final ones, or of the newest checkpoint)",
+        help="checkpoint with the weights (default: the final weights, or the newest checkpoint)",
     )
     add_settings(evaluate, "other data, such as data.path; with --weights any key of the recipe")
-    evaluate.add_argument(
-        "--on",
-        default="data",
-        metavar="SET",
-        help="one of the evaluation.sets (default: data, the main one)",
-    )
-    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    add("--on", default="data", metavar="SET", help="name of an evaluation set (default: data, the main one)")
+    add("--json", action="store_true", help="print JSON")
     add_coco(evaluate)
-    evaluate.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: all)")
-    evaluate.add_argument("--nproc-per-node", type=int, metavar="N", help="processes on CPUs (default: 1)")
+    add("--gpus", metavar="N|LIST", help="number of GPUs or their indices (default: all)")
+    add("--nproc-per-node", type=int, metavar="N", help="number of CPU processes (default: 1)")
     add_task(evaluate)
     evaluate.set_defaults(run=_run)
 

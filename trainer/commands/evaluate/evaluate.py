@@ -67,7 +67,8 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
     if options.weights is None:
         _keep(result, Path(request["what"]))
     result.pop("mistakes", None)
-    _print(result, options)
+    lines = without_controls("\n".join(evaluation_lines(result)))
+    print(evaluation_json(result) if options.json else lines)
     if options.coco is not None:
         if result["replaced"]:
             raise BadInputError(
@@ -107,11 +108,6 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
                 f"give a run folder, or a recipe: trainer evaluate --weights {what} RECIPE"
             )
     return request | {"what": str(folder), "checkpoint": options.checkpoint, "weights": name}
-
-
-def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
-    lines = "\n".join(evaluation_lines(result))
-    print(evaluation_json(result) if options.json else without_controls(lines))
 
 
 _IN_TABLE = 40  # in a table; the JSON has all of them

@@ -19,29 +19,29 @@ def add_parser(commands: Any) -> None:
         help="Export a model for use elsewhere. Exit code 1: the exported model differs.",
         allow_abbrev=False,
     )
-    export.add_argument(
-        "folder", type=run_path, metavar="RUN", help="run folder (or latest), finished or with a checkpoint"
-    )
-    export.add_argument(
+    add = export.add_argument
+    add("folder", type=run_path, metavar="RUN", help="run folder (or latest), finished or with a checkpoint")
+    add(
         "--to",
         required=True,
         choices=("torch-export", "onnx", "safetensors", "transformers", "peft"),
-        help="the format; safetensors holds weights only; transformers and peft are folders that these "
-        "libraries load, of a model hf/… and of what LoRA learned beside it",
+        help="file format: safetensors holds weights only; transformers (models hf/…) and peft (LoRA) are "
+        "folders that these libraries load",
     )
-    export.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+    add(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="number format of the weights (default: fp32)",
     )
-    export.add_argument(
+    add(
         "--with-normalization",
         action="store_true",
         help="take uint8 (n, height, width, channels) and give probabilities (images to classes)",
     )
-    export.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to write (default: RUN/export/FORMAT-DTYPE)"
-    )
-    export.add_argument("--force", action="store_true", help="replace an export that is there")
-    add_settings(export, "where the data lies now, such as data.path")
+    add("--out", type=Path, metavar="DIR", help="folder to write (default: RUN/export/FORMAT-DTYPE)")
+    add("--force", action="store_true", help="replace an export that is there")
+    add_settings(export, "place of the data now, such as data.path")
     add_task(export)
     export.set_defaults(run=_run)
 

@@ -15,67 +15,61 @@ from trainer.runs.flags import add_coco, add_settings, add_task
 def add_parser(commands: Any) -> None:
     """Adds `predict` to the commands."""
     predict = commands.add_parser(
-        "predict",
-        help="Predict on files, or on the evaluation data.",
-        allow_abbrev=False,
+        "predict", help="Predict on files, or on the evaluation data.", allow_abbrev=False
     )
-    predict.add_argument(
-        "folder", type=run_path, metavar="RUN", help="run folder (or latest), finished or with a checkpoint"
-    )
-    predict.add_argument("files", type=Path, nargs="*", metavar="FILE", help="images or recordings")
-    predict.add_argument("--out", type=Path, metavar="DIR", help="folder for pictures with the boxes")
-    predict.add_argument(
-        "--top", type=int, default=3, metavar="N", help="classes or boxes named (default: 3)"
-    )
-    predict.add_argument(
+    add = predict.add_argument
+    add("folder", type=run_path, metavar="RUN", help="run folder (or latest), finished or with a checkpoint")
+    add("files", type=Path, nargs="*", metavar="FILE", help="images or recordings")
+    add("--out", type=Path, metavar="DIR", help="folder for pictures with the boxes")
+    add("--top", type=int, default=3, metavar="N", help="classes or boxes to print (default: 3)")
+    add(
         "--score",
         type=float,
         default=0.3,
         metavar="S",
-        help="of the boxes to draw and write, at least (default: 0.3)",
+        help="lowest score of a box to draw or write (default: 0.3)",
     )
     add_coco(predict)
     _add_text(predict)
-    predict.add_argument(
-        "--samples", type=int, default=25, metavar="N", help="of the evaluation data to show (default: 25)"
-    )
-    add_settings(predict, "where the data lies now, such as data.path")
+    add("--samples", type=int, default=25, metavar="N", help="evaluation samples to print (default: 25)")
+    add_settings(predict, "place of the data now, such as data.path")
     add_task(predict)
     predict.set_defaults(run=_run)
 
 
 def _add_text(predict: argparse.ArgumentParser) -> None:
     """Adds the options of language models."""
-    predict.add_argument(
+    add = predict.add_argument
+    add(
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to go on with (default: a new document); what a user says, again for each further turn",
+        help="text to continue (default: a new document), or a user's turn; repeat it for further turns",
     )
-    predict.add_argument("--system", metavar="TEXT", help="system prompt of a conversation")
-    predict.add_argument(
+    add("--system", metavar="TEXT", help="system prompt of a conversation")
+    add(
         "--prompts",
         type=Path,
         metavar="FILE",
         help="conversations to answer, one a line: text (.txt) or rows as in training; answered as JSON",
     )
-    predict.add_argument(
+    add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
         help="draw from the likeliest tokens of probability P together (default: 1)",
     )
-    predict.add_argument("--tokens", type=int, default=200, metavar="N", help="to add (default: 200)")
-    predict.add_argument(
+    add("--tokens", type=int, default=200, metavar="N", help="tokens to add (default: 200)")
+    add(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
-        help="0: always the likeliest (default: 0.8)",
+        help="randomness of the tokens; 0: always the likeliest (default: 0.8)",
     )
-    predict.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
-    predict.add_argument("--tokenizer", metavar="bpe:FILE", help="the tokenizer.json of tokens that need one")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the drawn tokens (default: 0)")
+    add("--tokenizer", metavar="bpe:FILE", help="tokenizer.json of the training data")
 
 
 def _run(options: argparse.Namespace) -> int:

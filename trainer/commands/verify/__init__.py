@@ -18,17 +18,12 @@ def add_parser(commands: Any) -> None:
         help="Train a run again and compare every bit. Exit code 1: they differ.",
         allow_abbrev=False,
     )
-    verify.add_argument(
-        "folder", type=run_path, metavar="RUN", help="run folder, or latest; it stays as it is"
-    )
-    verify.add_argument(
-        "--steps", type=int, metavar="N", help="only the first N steps (default: up to the last row)"
-    )
-    add_settings(verify, "a key that changes nothing that is computed, such as data.path")
-    verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
-    verify.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="CPU processes (default: as the run had)"
-    )
+    add = verify.add_argument
+    add("folder", type=run_path, metavar="RUN", help="run folder, or latest; it isn't changed")
+    add("--steps", type=int, metavar="N", help="number of steps to train (default: up to the last record)")
+    add_settings(verify, "key that doesn't affect results, such as data.path")
+    add("--gpus", metavar="N|LIST", help="number of GPUs or their indices (default: as many as the run had)")
+    add("--nproc-per-node", type=int, metavar="N", help="number of CPU processes (default: as the run had)")
     add_task(verify)
     verify.set_defaults(run=_run)
 

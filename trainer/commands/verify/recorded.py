@@ -1,7 +1,6 @@
 """Records of a run, and the attempt that trained each step."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,12 +86,8 @@ def kept_attempts(manifest: Manifest) -> list[Attempt]:
 
 def had_checksums(run: Recorded, step: int) -> bool:
     """Returns True if checksums.jsonl should have that step: log.fingerprints may change on resume."""
-    return trained_by(kept_attempts(run.manifest), step).checksums
-
-
-def trained_by(kept: Sequence[Attempt], step: int) -> Attempt:
-    """Returns the attempt that trained a step, among those kept."""
-    return next((one for one in reversed(kept) if one.step < step), kept[0])
+    kept = kept_attempts(run.manifest)
+    return next((one for one in reversed(kept) if one.step < step), kept[0]).checksums
 
 
 def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Segment]:

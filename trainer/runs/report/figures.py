@@ -116,22 +116,17 @@ def more_is_better(metric: str) -> bool:
 def totals(run: RecordedRun) -> list[tuple[str, float]]:
     """Returns the seconds of each phase, in the order of `PHASES_EXPLAINED`; [] without timings.
 
-    They come from the end record, which includes the time after the last metrics record. It covers one
-    attempt only: after restarts, the sum over all records is taken.
+    They come from the end record, which covers all attempts and the time after the last metrics record; of a
+    run without one they are sums over its records.
     """
     found = {phase: run.end.get(f"time/{phase}") for phase in PHASES_EXPLAINED}
-    if _attempts(run) > 1 or not is_number(run.end.get("time/wall")):
+    if not is_number(run.end.get("time/wall")):
         cells = {phase: over_rows(run.train, f"time/{phase}") for phase in PHASES_EXPLAINED}
         found = {phase: cell.total if cell else None for phase, cell in cells.items()}
     timed = {phase: max(0.0, seconds) for phase, seconds in found.items() if is_number(seconds)}
     # "unexplained" is shown even if it is 0.
     shown = [(phase, seconds) for phase, seconds in timed.items() if seconds or phase == "unexplained"]
     return shown if any(timed.values()) else []
-
-
-def _attempts(run: RecordedRun) -> int:
-    listed = run.manifest.get("attempts")
-    return max(1, len(listed)) if isinstance(listed, list) else 1
 
 
 def _wall(run: RecordedRun) -> Figure | None:
@@ -142,7 +137,8 @@ def _wall(run: RecordedRun) -> Figure | None:
         seconds = max(0.0, (ended - started).total_seconds()) or seconds
     except ValueError:  # it still trains
         pass
-    tries = _attempts(run)
+    listed = run.manifest.get("attempts")
+    tries = len(listed) if isinstance(listed, list) else 1
     note = f"{tries} attempts, pauses included" if tries > 1 else ""
     return Figure(seconds, duration(seconds), note) if seconds else None
 
@@ -233,7 +229,7 @@ def _share_of(*phases: str) -> Callable[[RecordedRun], Figure | None]:
 
 
 def _energy(run: RecordedRun) -> Figure | None:
-    joules = run.end.get("energy/joules") if _attempts(run) == 1 else None
+    joules = run.end.get("energy/joules")
     if not is_number(joules):
         cell = over_rows(run.train, "energy/joules")
         joules = cell.total if cell else 0.0

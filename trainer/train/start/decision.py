@@ -129,7 +129,7 @@ def check_resumable(
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise BadInputError(
             f"{folder}: holds a run with another configuration ({'; '.join(differing[:_SHOWN])}{more}); "
-            f"leave that out, train in another folder, or go on with it by --out {folder} --resume force"
+            f"leave these out, train in another folder, or resume with them by --out {folder} --resume force"
         )
 
 

@@ -101,7 +101,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
                 worker.write_to_a_log_of_its_own(prepared.folder)
         if prepared.ended is not None:
             line, code = prepared.ended
-            if _is_first():
+            if os.environ.get("RANK", "0") == "0":
                 say(line)
             return RankEnd(code, prepared.folder)
         assert task is not None
@@ -313,10 +313,6 @@ def choose_threads(
             "(parallel.reduction=tree); more by parallel.threads, which is then part of the arithmetic"
         ]
     return threads_per_rank(_limits(), world.local_size), []
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _limits() -> Limits:
