@@ -91,7 +91,9 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         optimizer.register_step_pre_hook(seeded)
     own_rate = scheduler is None and not hasattr(task, "optimizer")
     averaged = trained if recipe.ema.decay else {}
-    average = {name: p.detach().clone() for name, p in averaged.items()}
+    average = {
+        n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in averaged.items()
+    }
     updates = moved = 0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision.mode)
     first, thirds = key(recipe.seed, Purpose.MICRO_BATCH) >> 2, 3 if nudged else 1
