@@ -154,6 +154,26 @@ def test_what_cannot_be_computed_again_is_refused(name: str) -> None:
         build_alone(recipe, CustomTask(Odd(), "odd"))
 
 
+class Penalized(Small):
+    """Takes gradients itself, for which the blocks can't be measured one by one."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch["x"].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(1)
+
+
+def test_a_loss_that_takes_gradients_itself_is_trained_with_checkpointed_blocks() -> None:
+    after = []
+    for memory in ({}, {"checkpointing": "names", "names": ["0"]}):
+        run = build_alone(make_recipe(task="own", memory=memory), CustomTask(Penalized(), "own"))
+        after.append((run_steps(run), run.state.model.state_dict()))
+    assert_same_bits(*after)
+
+
 class Sums(nn.Linear):
     def forward(self, before: Any) -> Any:
         return super().forward(torch.stack(before).sum(0)).tanh()

@@ -21,19 +21,16 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.checkpoint import checkpoint
 
 from trainer.commands.check.formulas import freeze, learning_rate, plain_optimizer
 from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
-from trainer.models.activation_checkpointing import blocks
 from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
@@ -80,8 +77,6 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             for p in trained.values():
                 p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
     off = [part for part in model.modules() if not part.training] if model.training else []
-    for block in blocks(model).values() if recipe.memory.checkpointing != "none" else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     optimizer, scheduler = plain_optimizer(task, recipe, model, len(order), epoch_length)
     if hasattr(task, "optimizer"):  # which may draw random numbers
 
@@ -128,7 +123,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             with torch.autocast("cpu", mixed) if mixed else nullcontext():
                 parts, number = losses(task, model, batch)
             counted += number
-            after.append(untrained(model))  # a checkpointed block runs again in the backward pass
+            after.append(untrained(model))
             with pretend():
                 scaler.scale(parts["loss"] / (most * thirds)).backward()
             total = {n: total.get(n, 0) + part.detach().double() for n, part in parts.items()}

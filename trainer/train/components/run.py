@@ -19,9 +19,9 @@ from trainer.distributed.parallel import World, is_sharded, replicate
 from trainer.distributed.sharding import shard
 from trainer.errors import BadInputError
 from trainer.host.allocator import CUBLAS_WORKSPACE
-from trainer.models.activation_checkpointing import blocks
+from trainer.models.activation_checkpointing import blocks, recompute
 from trainer.models.batchnorm import StepStatistics
-from trainer.models.buffers import StillTensors
+from trainer.models.buffers import StillTensors, tensor_slot
 from trainer.models.precision import (
     check_precision,
     gathered_in,
@@ -85,6 +85,10 @@ def build(
     prepared = prepare_model(recipe, task, world, fresh)
     model, in_tree = prepared.model, recipe.parallel.reduction == "tree"
     found = find_changing(recipe, task, model, plan, world)
+    changing = [tensor_slot(model, name) for name in found.changing]
+    for module in prepared.checkpointed:
+        inside = {*module.modules()}
+        recompute(module, [slot for slot in changing if slot.module in inside])
     # The CPU's always: a model on a GPU may draw there (stochastic depth).
     generators = [torch.default_generator]
     if device.type == "cuda":
