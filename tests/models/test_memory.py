@@ -154,6 +154,24 @@ def test_what_cannot_be_computed_again_is_refused(name: str) -> None:
         build_alone(recipe, CustomTask(Odd(), "odd"))
 
 
+class Moving(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 2)),
+            nn.InstanceNorm1d(1, track_running_stats=True),
+            nn.Flatten(),
+            nn.Linear(2, 1),
+        )
+
+
+def test_what_changes_its_buffers_is_not_both_compiled_and_checkpointed() -> None:
+    recipe = make_recipe(
+        task="own", memory={"checkpointing": "names", "names": ["1"]}, compile={"mode": "default"}
+    )
+    with refused("memory.checkpointing", "compile.mode"):
+        build_alone(recipe, CustomTask(Moving(), "own"))
+
+
 class Penalized(Small):
     """Takes gradients itself, for which the blocks can't be measured one by one."""
 
