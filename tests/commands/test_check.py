@@ -169,14 +169,18 @@ def test_a_crash_of_the_trainer_is_called_so(monkeypatch: pytest.MonkeyPatch) ->
     assert "ZeroDivisionError" in report.rows[0].detail
 
 
-def test_recomputed_code_that_asks_for_float32_is_no_crash() -> None:
+def test_recomputed_code_may_ask_for_float32_and_change_what_it_reads() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(2, 2)
+            self.register_buffer("scale", torch.ones(1))
+
+        scale: torch.Tensor
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.inner(x).float().square().to(torch.float32)
+            y: torch.Tensor = self.inner(x).float().square().to(torch.float32) * self.scale.clone()
+            self.scale.mul_(0.5).add_(x.detach().mean())
             return y + x
 
     class Blocks(Small):

@@ -154,6 +154,44 @@ def test_what_cannot_be_computed_again_is_refused(name: str) -> None:
         build_alone(recipe, CustomTask(Odd(), "odd"))
 
 
+class Moving(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 2)),
+            nn.InstanceNorm1d(1, track_running_stats=True),
+            nn.Flatten(),
+            nn.Linear(2, 1),
+        )
+
+
+def test_what_changes_its_buffers_is_not_both_compiled_and_checkpointed() -> None:
+    recipe = make_recipe(
+        task="own", memory={"checkpointing": "names", "names": ["1"]}, compile={"mode": "default"}
+    )
+    with refused("memory.checkpointing", "compile.mode"):
+        build_alone(recipe, CustomTask(Moving(), "own"))
+
+
+class Penalized(Small):
+    """Takes gradients itself, for which the blocks can't be measured one by one."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch["x"].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(1)
+
+
+def test_a_loss_that_takes_gradients_itself_is_trained_with_checkpointed_blocks() -> None:
+    after = []
+    for memory in ({}, {"checkpointing": "names", "names": ["0"]}):
+        run = build_alone(make_recipe(task="own", memory=memory), CustomTask(Penalized(), "own"))
+        after.append((run_steps(run), run.state.model.state_dict()))
+    assert_same_bits(*after)
+
+
 class Sums(nn.Linear):
     def forward(self, before: Any) -> Any:
         return super().forward(torch.stack(before).sum(0)).tanh()

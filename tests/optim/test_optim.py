@@ -261,6 +261,22 @@ def test_in_place_the_model_has_the_average_to_the_bit_and_then_its_weights_agai
     assert bool((view == 0.1).all()) and average.tensors["weight"].tolist() == [1.0, 1.0]
 
 
+def test_the_average_of_bfloat16_weights_is_float32() -> None:
+    """A step of a thousandth is lost in bfloat16."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(model.weight, 1.0)
+    average = WeightAverage(model, AverageConfig(decay=0.999))
+    nn.init.constant_(model.weight, 1.5)
+    average.before = 20_000
+    for step in range(2):
+        average.update(step, None, torch.zeros(1))
+    wanted = torch.tensor(1.5 - 0.5 * 0.999**2)
+    with average.in_place():
+        assert model.weight.dtype == torch.bfloat16 and model.weight.item() == wanted.bfloat16().item()
+    assert average.tensors["weight"].item() == pytest.approx(wanted.item(), abs=1e-7)
+    assert model.weight.item() == 1.5
+
+
 class Shapes(nn.Module):
     """A class token, positions, an embedding that is tied to the head, a norm."""
 

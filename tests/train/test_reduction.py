@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
+from torch import distributed as dist, nn
 from torch.futures import Future
 
+from tests.helpers.refusals import refused
 from tests.helpers.steps import go
-from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed import parallel
 from trainer.distributed.parallel import World, sum_hook
 from trainer.train.components.run import build
+from trainer.train.reduction import GivenCount, Gradients
+from trainer.train.step import take_metrics
 
 SIZES = {"global_batch_size": 8, "micro_batch_size": 2}
 
@@ -70,3 +73,23 @@ def reduced_in_a_step(world: World) -> list[int]:
 def test_only_the_last_micro_batch_crosses_the_network(ranks: Ranks) -> None:
     for sent in ranks.run(2, reduced_in_a_step):
         assert set(sent) == {2}
+
+
+@pytest.mark.parametrize("share", [0.75, -3.0])
+def test_gradients_are_divided_exactly_by_what_counts_in_each_dtype(share: float) -> None:
+    """Also where weights below zero count; a factor in the first one's bfloat16 is off by 0.3 %."""
+    model = nn.ParameterList([torch.ones(1, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)])
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    run = build_alone(make_recipe(data=SIZES), TokenTask(16, ragged=False))
+    given = torch.tensor([1.0, share], dtype=torch.float64)
+    assert GivenCount(run.items, 0, None).correct(given, Gradients(model)).item() == 1 / share
+    assert [p.grad.item() for p in model] == [torch.tensor(1 / share, dtype=p.dtype).item() for p in model]
+
+
+def test_a_parameter_that_is_trained_later_is_refused() -> None:
+    run = build_alone(make_recipe(data=SIZES, model={"freeze": ["0.weight"]}), TokenTask(16))
+    take_metrics(run)
+    run.state.model.requires_grad_(True)
+    with refused("0.weight", "--init-from"):
+        take_metrics(run)

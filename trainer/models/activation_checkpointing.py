@@ -1,14 +1,17 @@
 """Activation checkpointing: activations inside a block are recomputed in backward instead of kept."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config.model import MemoryConfig
 from trainer.errors import BadInputError
+from trainer.models.buffers import TensorSlot
 from trainer.models.names import matching
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -62,13 +65,41 @@ def refuse_a_list(name: str, module: nn.Module, key: str) -> None:
         raise BadInputError(f"{key}: '{name}' is a list of modules; use '{name}.*'")
 
 
-def recompute(module: nn.Module) -> None:
-    """Checkpoints a module, in place; parameter names stay."""
-    module.forward = functools.partial(_recomputed, module.forward)
+def recompute(module: nn.Module, changing: Sequence[TensorSlot] = ()) -> None:
+    """Checkpoints a module, in place; parameter names stay.
+
+    Args:
+        module: The module.
+        changing: Its tensors that a forward pass reads and changes: backward repeats the pass from the same
+            values, and leaves those that it changes alone.
+    """
+    module.forward = functools.partial(_recomputed, module.forward, changing)
 
 
-def _recomputed(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
+def _recomputed(
+    forward: Callable[..., Any], changing: Sequence[TensorSlot], *values: Any, **named: Any
+) -> Any:
     # Lists are copied: torchvision's densenet appends to them before the block is recomputed.
     # Non-reentrant, as torch.utils.checkpoint advises: works with DDP, no_sync and torch.compile.
     copies = (list(value) if isinstance(value, list) else value for value in values)
+    if changing and torch.is_grad_enabled():
+        before = [_clone(slot.tensors[slot.key]) for slot in changing]
+        named["context_fn"] = lambda: (nullcontext(), _as_before(changing, before))
     return checkpoint(forward, *copies, use_reentrant=False, **named)
+
+
+@contextmanager
+def _as_before(changing: Sequence[TensorSlot], before: list[torch.Tensor]) -> Iterator[None]:
+    now = [slot.tensors[slot.key] for slot in changing]
+    for slot, tensor in zip(changing, before, strict=True):
+        slot.tensors[slot.key] = _clone(tensor)
+    try:
+        yield
+    finally:
+        for slot, other in zip(changing, now, strict=True):
+            slot.tensors[slot.key] = other
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.detach().clone()

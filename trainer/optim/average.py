@@ -21,7 +21,8 @@ class WeightAverage:
     Frozen parameters aren't averaged, even if a forward pass changes them.
 
     Attributes:
-        tensors: Averages by the parameters' names, on the weights' device.
+        tensors: Averages by the parameters' names, on the weights' device, in float32 at least: bfloat16
+            would lose their small steps.
         moved_at: Number of updates at the last update of the average, int64 (1,), on the device; if no update
             may be skipped, only set after the run's last step.
         before: Number of updates in earlier runs, whose average this run started from.
@@ -37,9 +38,10 @@ class WeightAverage:
         self._weights: list[torch.Tensor] = [*named.values()]
         device = self._weights[0].device
         self.moved_at = torch.zeros(1, dtype=torch.int64, device=device)
-        self.tensors = {name: parameter.detach().clone() for name, parameter in named.items()}
+        self.tensors = {name: p.detach().to(average_dtype(p), copy=True) for name, p in named.items()}
         self._average = list(self.tensors.values())
-        self._alone, self._together = _parted(named, self._average)
+        self._wider = any(p.dtype != mean.dtype for p, mean in zip(self._weights, self._average, strict=True))
+        self._alone, self._copied = _parted(named, self._average)
 
     def update(
         self, step: int, skipped: torch.Tensor | None, updates: torch.Tensor, last: bool = False
@@ -80,7 +82,10 @@ class WeightAverage:
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # no_grad costs 100 bytecodes a step
         try:
-            _lerp(self._average, self._weights, fraction)
+            weights = self._weights
+            if self._wider:
+                weights = [w.to(mean.dtype) for w, mean in zip(weights, self._average, strict=True)]
+            _lerp(self._average, weights, fraction)
         finally:
             torch._C._set_grad_enabled(before)
 
@@ -92,28 +97,32 @@ class WeightAverage:
         (`self.f = torch.compile(self._f)`), which compute with the weights as trained.
         """
         # Values are exchanged, not addresses, which a CUDA graph or a view of the weights keeps.
-        kept = [weight.detach().clone() for weight, _ in self._together]
+        kept = [weight.detach().clone() for weight, _ in self._copied]
         _swap(self._alone)
-        for weight, average in self._together:
+        for weight, average in self._copied:
             weight.data.copy_(average)
         try:
             yield
         finally:
             _swap(self._alone)
-            for (weight, _), before in zip(self._together, kept, strict=True):
+            for (weight, _), before in zip(self._copied, kept, strict=True):
                 weight.data.copy_(before)
+
+
+def average_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of a parameter's average."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _parted(named: Mapping[str, nn.Parameter], average: list[torch.Tensor]) -> tuple[_Pairs, _Pairs]:
-    """Returns pairs of weight and average: of weights with their own memory, and of those that share it."""
-    together = sharing_memory({name: one.detach() for name, one in named.items()})
+    """Returns pairs of weight and average: those to swap, and weights that share memory or are narrower."""
+    copied = sharing_memory({name: one.detach() for name, one in named.items()})
+    copied |= {name for name, one in named.items() if one.dtype != average_dtype(one)}
     pairs = [(name, (one, mean)) for (name, one), mean in zip(named.items(), average, strict=True)]
-    return [pair for name, pair in pairs if name not in together], [
-        pair for n, pair in pairs if n in together
-    ]
+    return [pair for name, pair in pairs if name not in copied], [pair for n, pair in pairs if n in copied]
 
 
 def _swap(pairs: _Pairs) -> None:

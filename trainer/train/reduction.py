@@ -32,11 +32,28 @@ class Gradients:
 
     Attributes:
         parameters: The trained parameters.
+        dtypes: Their dtypes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Takes a model."""
         self.parameters = [p for p in weights(model).values() if p.requires_grad]
+        self.dtypes = {p.dtype for p in self.parameters}
+
+    def check(self, model: nn.Module) -> None:
+        """Checks that a model's trained parameters are still these.
+
+        Raises:
+            BadInputError: Naming one that was frozen, or another one, when the run began.
+        """
+        known, own = {id(p) for p in self.parameters}, weights(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(own[name]) not in known:
+                raise BadInputError(
+                    f"the model's parameter '{name}' isn't one of those that the run began to train, so that "
+                    "neither optimizer nor checkpoints know it: let it be trained from the start, or thaw it "
+                    "in a second run from this one (--init-from)"
+                )
 
     def present(self) -> list[torch.Tensor]:
         """Returns the gradients, without parameters that had no part in the step."""
@@ -380,10 +397,11 @@ class GivenCount(ItemCount):
         share = sum_over_ranks(loss[-1].clone(), self._group)  # of the number that they were divided by
         loss = loss[0] if self._alone else loss[:-1]
         # Where nothing counts the gradient is 0, not NaN.
-        return _scaled(loss, gradients, torch.where(share > 0, 1 / share, 0.0))
+        return _scaled(loss, gradients, torch.where(share == 0, 0.0, 1 / share))
 
 
 def _scaled(loss: torch.Tensor, gradients: Gradients, factor: torch.Tensor) -> torch.Tensor:
-    if present := gradients.present():
-        torch._foreach_mul_(present, factor.to(present[0].dtype))
+    for dtype in gradients.dtypes:  # in each its own: a factor in bfloat16 is too coarse for the others
+        if alike := [g for g in gradients.present() if g.dtype == dtype]:
+            torch._foreach_mul_(alike, factor.to(dtype))
     return loss * factor

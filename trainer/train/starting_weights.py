@@ -209,7 +209,7 @@ def take_over(run: Run, found: Checkpoint) -> str:
     }
     if state.average is not None:  # the weight itself where the other run had it frozen
         of_all = {**theirs["model"], **average}
-        tensors["ema"] = {name: of_all[name] for name in state.average.tensors}
+        tensors["ema"] = {name: of_all[name].to(one.dtype) for name, one in state.average.tensors.items()}
     load_tensors(state, 0, tensors)
     if state.average is not None and average:  # its warm-up is over: the first steps are not to replace it
         state.average.before = read_numbers(found.step, found.state).averaged_before + int(saved["updates"])

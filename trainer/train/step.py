@@ -139,8 +139,12 @@ def take_metrics(run: Run) -> dict[str, torch.Tensor]:
 
     Losses are sums over the steps since the last call, without the `left_out` ones; `moved` is that of
     `StillTensors`; the other metrics are those of the last step.
+
+    Raises:
+        BadInputError: If the model's trained parameters have changed.
     """
     state = run.state
+    run.gradients.check(state.model)
     loss = sum_over_ranks(state.loss.clone(), run.reduction.loss_group)
     state.loss.zero_()
     metrics = dict(zip(("loss", *run.losses), loss.unbind() if run.losses else (loss,), strict=True))

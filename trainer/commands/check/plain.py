@@ -21,19 +21,16 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.checkpoint import checkpoint
 
 from trainer.commands.check.formulas import freeze, learning_rate, plain_optimizer
 from trainer.config.recipe import Recipe
 from trainer.data.batch import Batch
-from trainer.models.activation_checkpointing import blocks
 from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
@@ -80,8 +77,6 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             for p in trained.values():
                 p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
     off = [part for part in model.modules() if not part.training] if model.training else []
-    for block in blocks(model).values() if recipe.memory.checkpointing != "none" else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     optimizer, scheduler = plain_optimizer(task, recipe, model, len(order), epoch_length)
     if hasattr(task, "optimizer"):  # which may draw random numbers
 
@@ -91,7 +86,9 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         optimizer.register_step_pre_hook(seeded)
     own_rate = scheduler is None and not hasattr(task, "optimizer")
     averaged = trained if recipe.ema.decay else {}
-    average = {name: p.detach().clone() for name, p in averaged.items()}
+    average = {
+        n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in averaged.items()
+    }
     updates = moved = 0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision.mode)
     first, thirds = key(recipe.seed, Purpose.MICRO_BATCH) >> 2, 3 if nudged else 1
@@ -126,7 +123,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             with torch.autocast("cpu", mixed) if mixed else nullcontext():
                 parts, number = losses(task, model, batch)
             counted += number
-            after.append(untrained(model))  # a checkpointed block runs again in the backward pass
+            after.append(untrained(model))
             with pretend():
                 scaler.scale(parts["loss"] / (most * thirds)).backward()
             total = {n: total.get(n, 0) + part.detach().double() for n, part in parts.items()}

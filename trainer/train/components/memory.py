@@ -25,6 +25,7 @@ from trainer.models.precision import gathered_in
 from trainer.observe.console import ProgressBar
 from trainer.observe.flops import Count
 from trainer.observe.text import DASH, count, rough_size, scaled, table as as_table
+from trainer.optim.average import average_dtype
 from trainer.optim.optimizers import bytes_of_moments, moments_kept
 from trainer.runs.folder import checkpoints_of
 from trainer.tasks import Task
@@ -207,7 +208,9 @@ def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: b
     more = " and the state of the task's own optimizer" * own_optimizer
     kept = recipe.checkpoint.keep + recipe.checkpoint.best + 1
     whole = sum(tensor.nbytes for tensor in model.state_dict().values())
-    average = sum(p.nbytes for p in model.parameters() if p.requires_grad) if recipe.ema.decay else 0
+    average = 0
+    if recipe.ema.decay:
+        average = sum(p.numel() * average_dtype(p).itemsize for p in model.parameters() if p.requires_grad)
     state = 0 if own_optimizer else bytes_of_moments(recipe.optim, model)
     final = whole * (2 if recipe.ema.decay else 1)
     ours = [*folder.glob("*.safetensors"), *checkpoints_of(folder).rglob("*")]
@@ -251,7 +254,11 @@ def describe_model(
     """
     held, samples = parameters_of(model, list(shown)), recipe.data.global_batch_size
     moments: Mapping[int, float] = {} if own_optimizer else moments_kept(recipe.optim, model)
-    averages = int(recipe.ema.decay > 0)
+
+    def copies(p: nn.Parameter) -> float:  # gradient, average and moments, in sizes of the parameter
+        average = average_dtype(p).itemsize / p.element_size() if recipe.ema.decay else 0
+        return 1 + average + moments.get(id(p), 0)
+
     rows: list[dict[str, Any]] = []
     for part in shown:
         own = held[part.name]
@@ -266,13 +273,12 @@ def describe_model(
                 "parameters": sum(p.numel() for p in own),
                 "trainable": sum(p.numel() for p in trained),
                 "flops": flops if counted.per_sample else None,
-                "bytes": sum(map(_here, own))
-                + sum(round(_here(p) * (1 + averages + moments.get(id(p), 0))) for p in trained),
+                "bytes": sum(map(_here, own)) + sum(round(_here(p) * copies(p)) for p in trained),
             }
         )
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trainable", "bytes")}
     memory = "weights, gradients" + ", optimizer state" * (not own_optimizer)
-    memory += ", average of the weights" * averages
+    memory += ", average of the weights" * (recipe.ema.decay > 0)
     memory += "; not the state of the task's own optimizer" * own_optimizer
     if could_share:
         each = rough_size(-(-total["bytes"] // could_share))

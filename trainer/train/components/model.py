@@ -12,7 +12,7 @@ from trainer.config.sizes import MIB
 from trainer.distributed.overlap import first_names, sharing
 from trainer.distributed.parallel import World, check_agreement, is_sharded, words_of_ranks
 from trainer.errors import BadInputError
-from trainer.models.activation_checkpointing import blocks, candidates, recompute
+from trainer.models.activation_checkpointing import blocks, candidates
 from trainer.models.activations import ModelCost, measure
 from trainer.models.batchnorm import synchronize_batchnorm
 from trainer.models.compiling import (
@@ -30,6 +30,7 @@ from trainer.models.pointwise import mend_pointwise
 from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
+from trainer.observe.oom import is_out_of_memory
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
 from trainer.train.components.operations import blank_batch, never_called, without_values
@@ -48,6 +49,7 @@ class Prepared:
         nonfinite: Finds the first module whose output isn't finite, or None.
         cuda_graphs: True if forward and backward pass are replayed as CUDA graphs.
         notes: Lines for the user.
+        checkpointed: Modules for activation checkpointing, see `recompute`.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class Prepared:
     nonfinite: FirstNonFinite | None
     cuda_graphs: bool
     notes: list[str]
+    checkpointed: list[nn.Module]
 
 
 def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) -> Prepared:
@@ -124,8 +127,6 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
     if compiled and recipe.compile.scope == "blocks":
         compile_blocks(blocks(model).values(), recipe.compile, device)
-    for module in checkpointed:
-        recompute(module)
     call = (
         compile_model(model, recipe.compile, device)
         if compiled and recipe.compile.scope == "model"
@@ -134,7 +135,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     if compiled and recipe.parallel.strategy == "ddp":
         notes += ddp_notes(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
-    return Prepared(model, call, compiled, nonfinite, graphs, notes)
+    return Prepared(model, call, compiled, nonfinite, graphs, notes, checkpointed)
 
 
 def _check_dropout(recipe: Recipe, task: Task, model: nn.Module, device: torch.device) -> None:
@@ -176,12 +177,7 @@ def _choose_checkpointed(
     possible, chosen = candidates(recipe.memory, model)
     if not possible:
         return [], []
-    forward = _forward(recipe, task, model, device)
-    if sharded:
-        cost = _counted(recipe, task, model, possible)
-    else:
-        with uncompiled():
-            cost = measure(model, possible, forward)
+    cost = _measured(recipe, task, model, possible, None if sharded else device)
     if isinstance(cost, str):
         line = f"activation checkpointing: {_few(chosen)}; what it saves {cost}"
         return [possible[name] for name in chosen], [line]
@@ -206,16 +202,26 @@ def _forward(
     return forward
 
 
-def _counted(recipe: Recipe, task: Task, model: nn.Module, possible: dict[str, nn.Module]) -> ModelCost | str:
-    """Returns the cost of activation checkpointing, counted with shapes only; or why it can't be counted."""
+def _measured(
+    recipe: Recipe,
+    task: Task,
+    model: nn.Module,
+    possible: dict[str, nn.Module],
+    device: torch.device | None,
+) -> ModelCost | str:
+    """Returns the cost of activation checkpointing on a device, None: of shapes; or why it is unknown."""
     try:
+        if device is not None:
+            with uncompiled():
+                return measure(model, possible, _forward(recipe, task, model, device))
         with without_values(task, model) as twin:
-            forward = _forward(recipe, twin, model, torch.device("cpu"))
-            return measure(model, possible, forward)
+            return measure(model, possible, _forward(recipe, twin, model, torch.device("cpu")))
     except BadInputError:
         raise
-    except Exception as error:  # user code that needs values
-        return f"can't be counted by shapes alone ({type(error).__name__})"
+    except Exception as error:  # user code that needs values, or takes gradients itself
+        if is_out_of_memory(error):
+            raise
+        return f"can't be counted ({type(error).__name__})"
 
 
 def _cost_line(cost: ModelCost, chosen: list[str]) -> str:

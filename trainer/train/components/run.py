@@ -1,7 +1,7 @@
 """Construction of a run on this rank, with all that it trains with, on its device."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from trainer.distributed.parallel import World, is_sharded, replicate
 from trainer.distributed.sharding import shard
 from trainer.errors import BadInputError
 from trainer.host.allocator import CUBLAS_WORKSPACE
-from trainer.models.activation_checkpointing import blocks
+from trainer.models.activation_checkpointing import blocks, recompute
 from trainer.models.batchnorm import StepStatistics
-from trainer.models.buffers import StillTensors
+from trainer.models.buffers import StillTensors, tensor_slot
 from trainer.models.precision import (
     check_precision,
     gathered_in,
@@ -35,7 +35,7 @@ from trainer.tasks.custom import DRAWS, CustomTask
 from trainer.train.anomaly import make_recent_losses
 from trainer.train.components.changing import find_changing
 from trainer.train.components.loading import for_more_sets
-from trainer.train.components.model import prepare_model
+from trainer.train.components.model import Prepared, prepare_model
 from trainer.train.components.task import left_out_of, make_plan, more_sets
 from trainer.train.components.updates import make_updates, words_for
 from trainer.train.reduction import (
@@ -85,6 +85,7 @@ def build(
     prepared = prepare_model(recipe, task, world, fresh)
     model, in_tree = prepared.model, recipe.parallel.reduction == "tree"
     found = find_changing(recipe, task, model, plan, world)
+    _checkpoint(prepared, found.changing)
     # The CPU's always: a model on a GPU may draw there (stochastic depth).
     generators = [torch.default_generator]
     if device.type == "cuda":
@@ -177,6 +178,20 @@ def build(
 def _draws_on_host(task: Task) -> bool:
     """True if a custom task's loss draws from numpy's or Python's generators, or wasn't tried."""
     return isinstance(task, CustomTask) and (not task.tried or DRAWS in task.tried)
+
+
+def _checkpoint(prepared: Prepared, changing: Sequence[str]) -> None:
+    """Checkpoints the chosen modules, with the tensors in them that a forward pass changes."""
+    slots = [tensor_slot(prepared.model, name) for name in changing]
+    for module in prepared.checkpointed:
+        inside = {*module.modules()}
+        own = [slot for slot in slots if slot.module in inside]
+        if own and prepared.compiled:
+            raise BadInputError(
+                f"memory.checkpointing: a module changes '{own[0].key}', from whose earlier values backward "
+                "repeats it, which compiled code can't: use compile.mode=none, or leave it out"
+            )
+        recompute(module, own)
 
 
 def _evaluation_sets(
