@@ -236,17 +236,13 @@ def test_arguments_of_a_call_become_json_once(said: str, tmp_path: Path) -> None
         assert all_of(chat, list(sample.messages), [1])[0] == wanted
 
 
-@pytest.mark.parametrize(
-    ("family", "messages", "says"),
-    [
-        ("gemma", [{"role": "system", "content": "Be kind"}, *TALK], "System"),
-        ("zephyr", [*TALK[:3], {"role": "tool", "content": "4"}, TALK[3]], "message 4 'tool'"),
-    ],
-)
-def test_what_a_template_refuses_or_drops(family: str, messages: Any, says: str, tmp_path: Path) -> None:
-    chat = open_tokenizer(chat_folder(tmp_path, family))
-    with refused(says, by=ChatError):
-        turns(chat, messages, [])
+def test_what_a_template_refuses_or_drops(tmp_path: Path) -> None:
+    with refused("System", by=ChatError):
+        system = {"role": "system", "content": "Be kind"}
+        turns(open_tokenizer(chat_folder(tmp_path, "gemma")), [system, *TALK], [])
+    with refused("message 4 'tool'", by=ChatError):
+        answer = {"role": "tool", "content": "4"}
+        turns(open_tokenizer(chat_folder(tmp_path, "zephyr")), [*TALK[:3], answer, TALK[3]], [])
 
 
 EACH = "{% for m in messages %}{{ m.content }}"

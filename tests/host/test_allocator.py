@@ -1,5 +1,7 @@
 """The allocator of GPU memory is chosen before torch starts, and what it needs is said before it hurts."""
 
+from typing import cast
+
 import pytest
 
 from trainer.config.model import Allocator
@@ -30,17 +32,12 @@ def test_what_the_ranks_get(
     assert allocator_variables(choice, environ, version) == wanted
 
 
-@pytest.mark.parametrize(
-    ("choice", "text"),
-    [
-        ("expandable", "expandable_segments:False"),
-        ("expandable", "backend:cudaMallocAsync"),
-        ("async", "backend:native,max_split_size_mb:64"),
-    ],
-)
-def test_the_users_own_options_are_not_overruled(choice: Allocator, text: str) -> None:
-    with pytest.raises(BadInputError, match=f"memory.allocator={choice}: {NEW}={text} says otherwise; unset"):
-        allocator_variables(choice, {NEW: text}, "2.9.1")
+def test_the_users_own_options_are_not_overruled() -> None:
+    for choice, text in (("expandable", "expandable_segments:False"), ("async", "backend:native")):
+        with pytest.raises(
+            BadInputError, match=f"memory.allocator={choice}: {NEW}={text} says otherwise; unset"
+        ):
+            allocator_variables(cast(Allocator, choice), {NEW: text}, "2.9.1")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Promise: compiling changes nothing but the time, and where it can't be done a line says why."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 from torch._inductor.codegen.triton import TritonOverrides
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.helpers.refusals import named
 from tests.helpers.steps import assert_same_bits
@@ -207,7 +210,6 @@ def queued(w: torch.Tensor, x: torch.Tensor, queue: torch.Tensor) -> torch.Tenso
 def test_a_copy_of_what_changes_later_stays() -> None:
     """In the pass of inductor that leaves copies out; by a graph as it gets it."""
     from torch._inductor.fx_passes import post_grad
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     compiling.set_up_torch()
     graph = make_fx(queued, tracing_mode="fake")(torch.ones(6, 4), torch.ones(2, 6), torch.ones(8, 4)).graph
@@ -217,12 +219,36 @@ def test_a_copy_of_what_changes_later_stays() -> None:
     assert [node.name for node in graph.nodes if "clone" in node.name] == copies
 
 
+def faded(w: torch.Tensor, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Weighs by counts, in a view of them and by themselves, and then counts on."""
+    y = (x @ w).tanh() * torch.exp(-count[None, 0] / 9) * (count[: w.shape[1], 0] * 2)
+    count.add_(1)
+    return y.sum(1)
+
+
+@pytest.mark.compat
+def test_what_is_made_of_what_changes_later_is_saved() -> None:
+    """In the pass that marks it, before forward and backward pass are parted."""
+
+    def functional(w: torch.Tensor, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).tanh() * (count.t() * 2)
+        count.copy_(count + 1)
+        return y
+
+    compiling.set_up_torch()
+    marks: Any = inductor.joint_custom_post_pass
+    marks(graph := make_fx(functional)(torch.ones(6, 4), torch.ones(2, 6), torch.ones(4, 1)).graph)
+    saved = [n.name for n in graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    assert saved == ["mul", "add"]
+
+
 @pytest.mark.slow
 @needs_a_compiler
-def test_gradients_of_what_changes_later_are_those_of_eager_code() -> None:
+@pytest.mark.parametrize("changing", [queued, faded])
+def test_gradients_of_what_changes_later_are_those_of_eager_code(changing: Callable[..., Any]) -> None:
     compiling.set_up_torch()
     found = []
-    for call in (queued, torch.compile(queued)):
+    for call in (changing, torch.compile(changing)):
         torch.manual_seed(0)
         w, x, queue = (torch.randn(*size, dtype=torch.float64) for size in ((6, 4), (2, 6), (8, 4)))
         (gradient,) = torch.autograd.grad(call(w.requires_grad_(), x, queue).sum(), w)

@@ -149,13 +149,8 @@ def counting(num_items: Any) -> dict[str, Any]:
 
 def reading(**facts: Any) -> dict[str, Any]:
     """A data set that fills batches itself."""
-    kind: dict[str, Any] = {"num_items": 1, "uniforms": 0, "arrays": None, "in_process": True}
-    kind |= {
-        "__len__": lambda _: 10,
-        "fields": ArrayDataset(Small().data()[0]).fields,
-        "fingerprint": lambda _: "",
-        **facts,
-    }
+    kind = dict[str, Any](num_items=1, uniforms=0, arrays=None, in_process=True, fingerprint=lambda _: "")
+    kind |= {"__len__": lambda _: 10, "fields": ArrayDataset(Small().data()[0]).fields, **facts}
     return {"data": lambda _: (type("Filled", (), kind)(),) * 2}
 
 

@@ -20,7 +20,7 @@ from trainer.config.model import CompileConfig
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one code object; torch falls back to eager after eight of them.
 _MOST_SHAPES = 128
-_KEY = "trainer: copies stay, no random numbers by four"  # of caches of compiled code
+_KEY = "trainer: copies stay, reads of what changes are saved, no random numbers by four"  # of compiled code
 # Before torch 2.6 DDP's graph splitter rejects graphs with checkpointing
 # (https://github.com/pytorch/pytorch/issues/104674).
 SPLITS_ALL_GRAPHS = hasattr(torch.compiler, "set_stance")
@@ -159,6 +159,44 @@ def set_up_torch() -> None:
     _avoid_wrong_code()
 
 
+def save_reads(graph: torch.fx.Graph) -> None:
+    """Marks what is computed from an input that the forward pass changes: saved for backward, not repeated.
+
+    Args:
+        graph: Forward and backward pass, in which only copies to inputs at the end change something.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    copy = torch.ops.aten.copy_.default
+    left = [node.args[0] for node in graph.nodes if node.target is copy]
+    while left:
+        for user in left.pop().users:
+            if user.target is copy:
+                continue
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and any(one.alias_info for one in schema.returns):
+                left.append(user)  # a view shows the changes, too
+            else:
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _graph_pass() -> Any:
+    """Returns `save_reads` as a pass of inductor."""
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+    except ImportError:  # before torch 2.6
+        return save_reads
+
+    class SaveReads(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            save_reads(graph)
+
+        def uuid(self) -> str:  # of caches
+            return _KEY
+
+    return SaveReads()
+
+
 def _avoid_wrong_code() -> None:
     """Turns off parts of inductor that generate wrong code in some versions, without an error."""
     from torch._inductor import config
@@ -170,6 +208,9 @@ def _avoid_wrong_code() -> None:
     for copying in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
         post_grad.noop_registry.pop(copying, None)
 
+    # In all versions, too: backward computes again what was made of a buffer, from the changed one
+    # (https://github.com/pytorch/pytorch/pull/197039).
+    config.joint_custom_post_pass = _graph_pass()
     # From 2.10 on: a sum that is a part of a larger gradient may never be written
     # (https://github.com/pytorch/pytorch/issues/193061, in 2.14.1 too).
     if hasattr(config.triton, "mix_order_reduction"):
