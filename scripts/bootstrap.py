@@ -186,7 +186,8 @@ class Venv:
 def bootstrap(venv: Venv) -> None:
     """Brings the environment to what the lock says; at once if it is there already."""
     groups = {group for wheel in venv.wheels for group in wheel.groups}
-    if unknown := set(venv.asked) - groups:
+    unknown = set(venv.asked) - groups
+    if unknown:
         stop(f"no group {', '.join(sorted(unknown))}; there are {', '.join(sorted(groups))}")
     if venv.is_there():
         return
