@@ -42,7 +42,7 @@ def _failed(report: Path) -> list[str]:
 
 
 def run_once(condition: str, folder: Path) -> dict[str, Any]:
-    """Runs the suite, or `.ci/run`, under a condition; its log stays in `folder`."""
+    """Runs the suite, or `.ci/run`, under a condition; its log stays in `folder`, under its time."""
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
     report, where = folder / "last.xml", ROOT
     words = [sys.executable, *_SUITE, f"--junitxml={report}"]
@@ -54,7 +54,10 @@ def run_once(condition: str, folder: Path) -> dict[str, Any]:
             subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
             words, where = ["bash", ".ci/run"], Path(clone)
         began = time.monotonic()
-        with (folder / "last.log").open("w") as log, _busy_processes(2 if condition == "busy" else 0):
+        with (
+            (folder / f"{int(time.time())}.log").open("w") as log,
+            _busy_processes(2 if condition == "busy" else 0),
+        ):
             code = subprocess.run(words, cwd=where, stdout=log, stderr=log, check=False).returncode
     row = {"commit": commit.strip(), "date": datetime.date.today().isoformat(), "condition": condition}
     return {**row, "code": code, "seconds": round(time.monotonic() - began), "failed": _failed(report)}
