@@ -24,7 +24,8 @@ ARITHMETIC_CHANGES = {
     10: "compiled code keeps the copy of a buffer that a forward pass changes afterwards, such as a queue of "
     "keys: before, what was computed from the copy, and its gradient, were wrong; others keep their bits",
     11: "compiled code, and activation checkpointing, compute backward from buffers as they were before the "
-    "forward pass changed them; averages of weights in half precision are in float32; corrections by what "
-    "counts are in each gradient's own dtype; others keep their bits",
+    "forward pass changed them; compiled code isn't taken from caches of another precision or number of "
+    "threads; averages of weights in half precision are in float32; corrections by what counts are in each "
+    "gradient's own dtype; others keep their bits",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from trainer.commands.train import _cpus_wanted
-from trainer.config.recipe import Recipe
 from trainer.host import startup
 from trainer.host.limits import Limits
 from trainer.host.startup import SPINS, choose_waiting, free_cpus
@@ -59,17 +57,3 @@ def test_how_threads_wait(
     monkeypatch.setattr(os, "environ", {})
     choose_waiting(needed)
     assert os.environ == {}, "torch has read them"
-
-
-@pytest.mark.parametrize(
-    ("values", "ranks", "wanted"),
-    [
-        ({"parallel": {"threads": 1}, "data": {"workers": 0}}, 2, 2.0),
-        ({"parallel": {"threads": 2}, "data": {"workers": 3}}, 1, 5.0),
-        ({"parallel": {"threads": 2}}, 1, math.inf),  # as many workers as the data needs
-        ({"task": "language", "parallel": {"threads": 2}, "data": {"name": "stdlib"}}, 1, 2.0),
-    ],
-)
-def test_cpus_that_a_run_keeps_busy(values: dict[str, object], ranks: int, wanted: float) -> None:
-    recipe = Recipe.model_validate({"epochs": 1, "device": "cpu", **values})
-    assert _cpus_wanted(recipe, ranks) == wanted

@@ -188,15 +188,31 @@ def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
 
 @pytest.mark.compat  # the newest torch has both
 def test_what_generates_wrong_code_for_gpus_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = pytest.importorskip("torch.compiler.config", reason="this torch draws one number at a time")
     monkeypatch.setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: True), raising=False)
-    monkeypatch.setattr(caches, "cache_key_tag", "mine")
-    for _ in range(2):
-        compiling.set_up_torch()
+    compiling.set_up_torch()
     assert not TritonOverrides._can_use_4x_random()  # type: ignore[attr-defined]
     assert TritonOverrides.rand("seed", "x") == "tl.rand(seed, (x).to(tl.uint32))"
-    assert caches.cache_key_tag.startswith("mine") and caches.cache_key_tag.count("random numbers") == 1
     assert not getattr(inductor.triton, "mix_order_reduction", False)
+
+
+@pytest.mark.compat
+def test_caches_have_a_key_for_each_precision_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {compiling.cache_key()}
+    for kind in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", kind):
+            keys.add(compiling.cache_key())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert len({*keys, compiling.cache_key()}) == 4
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_code_of_another_precision_is_not_taken_from_a_cache() -> None:
+    compiling.set_up_torch()
+    for kind in (torch.bfloat16, torch.float16):
+        torch._dynamo.reset()
+        with torch.autocast("cpu", kind):
+            assert torch.compile(torch.mm)(torch.ones(7, 7), torch.ones(7, 7)).dtype == kind
 
 
 def queued(w: torch.Tensor, x: torch.Tensor, queue: torch.Tensor) -> torch.Tensor:

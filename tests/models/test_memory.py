@@ -162,9 +162,7 @@ def test_what_changes_its_buffers_is_not_both_compiled_and_checkpointed() -> Non
         build_alone(recipe, CustomTask(own, "own"))
 
 
-class Penalized(Small):
-    """Takes gradients itself, for which the blocks can't be measured one by one."""
-
+class Penalized(Small):  # the blocks can't be measured one by one
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
 

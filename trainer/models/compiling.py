@@ -20,7 +20,6 @@ from trainer.config.model import CompileConfig
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one code object; torch falls back to eager after eight of them.
 _MOST_SHAPES = 128
-_KEY = "trainer: copies stay, reads of what changes are saved, no random numbers by four"  # of compiled code
 # Before torch 2.6 DDP's graph splitter rejects graphs with checkpointing
 # (https://github.com/pytorch/pytorch/issues/104674).
 SPLITS_ALL_GRAPHS = hasattr(torch.compiler, "set_stance")
@@ -180,21 +179,27 @@ def save_reads(graph: torch.fx.Graph) -> None:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def cache_key() -> str:
+    """Returns what compiled code depends on and torch's own keys of its caches leave out.
+
+    Before torch 2.14 they leave out autocast's dtype (https://github.com/pytorch/pytorch/pull/181564); in all
+    versions the kernels that attention may choose, and the threads for which C++ is generated.
+    """
+    kinds = [torch.get_autocast_dtype(one) for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
+    sdp = torch.backends.cuda
+    attention = (sdp.cudnn_sdp_enabled(), sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled())
+    ours = "trainer: copies stay, reads of what changes are saved, no random numbers by four"
+    return f"{ours}, {kinds}, {attention}, {torch.get_num_threads()}"
+
+
 def _graph_pass() -> Any:
-    """Returns `save_reads` as a pass of inductor."""
+    """Returns `save_reads` as a pass of inductor, which has `cache_key` from torch 2.6 on."""
     try:
-        from torch._inductor.custom_graph_pass import CustomGraphPass
-    except ImportError:  # before torch 2.6
+        from torch._inductor import custom_graph_pass
+    except ImportError:
         return save_reads
-
-    class SaveReads(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            save_reads(graph)
-
-        def uuid(self) -> str:  # of caches
-            return _KEY
-
-    return SaveReads()
+    named = {"__call__": lambda _, graph: save_reads(graph), "uuid": lambda _: cache_key()}
+    return type("SaveReads", (custom_graph_pass.CustomGraphPass,), named)()
 
 
 def _avoid_wrong_code() -> None:
@@ -211,6 +216,8 @@ def _avoid_wrong_code() -> None:
     # In all versions, too: backward computes again what was made of a buffer, from the changed one
     # (https://github.com/pytorch/pytorch/pull/197039).
     config.joint_custom_post_pass = _graph_pass()
+    if config.joint_custom_post_pass is save_reads:  # without a key of its own in caches
+        config.fx_graph_cache = False
     # From 2.10 on: a sum that is a part of a larger gradient may never be written
     # (https://github.com/pytorch/pytorch/issues/193061, in 2.14.1 too).
     if hasattr(config.triton, "mix_order_reduction"):
@@ -219,6 +226,3 @@ def _avoid_wrong_code() -> None:
     # (https://github.com/pytorch/pytorch/issues/198333, in 2.14.1 too). No switch restores the former code.
     if hasattr(TritonOverrides, "_can_use_4x_random"):
         setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False))  # noqa: B010
-    caches = getattr(torch.compiler, "config", None)  # since torch 2.7
-    if caches is not None and _KEY not in caches.cache_key_tag:  # they may hold the wrong code
-        caches.cache_key_tag += _KEY
