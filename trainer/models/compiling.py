@@ -1,5 +1,6 @@
 """torch.compile of the whole model or block by block, with a clear line where it isn't possible."""
 
+import dataclasses
 import functools
 import getpass
 import logging
@@ -202,16 +203,26 @@ def _graph_pass() -> Any:
     return type("SaveReads", (custom_graph_pass.CustomGraphPass,), named)()
 
 
+def _is_made_here(node: torch.fx.Node) -> bool:
+    """True if what a node changes isn't an input of the graph."""
+    return isinstance(node.args[0], torch.fx.Node) and node.args[0].op != "placeholder"
+
+
 def _avoid_wrong_code() -> None:
     """Turns off parts of inductor that generate wrong code in some versions, without an error."""
     from torch._inductor import config
     from torch._inductor.codegen.triton import TritonOverrides
-    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_passes import post_grad, reinplace
 
     # In all versions: the copy of a buffer is left out though the buffer changes later, so that what is
     # computed from the copy, and its gradient, are wrong (https://github.com/pytorch/pytorch/issues/198131).
     for copying in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
         post_grad.noop_registry.pop(copying, None)
+
+    # In 2.9 at least: a buffer is changed by an index before what reads it earlier. It is changed at the end.
+    for op in (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default):
+        if (known := reinplace.inplaceable_ops.get(op)) is not None:
+            reinplace.inplaceable_ops[op] = dataclasses.replace(known, extra_check=_is_made_here)
 
     # In all versions, too: backward computes again what was made of a buffer, from the changed one
     # (https://github.com/pytorch/pytorch/pull/197039).
