@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor
+from torch._inductor import config
 from torch._inductor.codegen.triton import TritonOverrides
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -18,7 +18,7 @@ from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe, rows_
 from tests.helpers.world import Ranks
 from trainer.config.model import CompileConfig
 from trainer.distributed.parallel import World
-from trainer.models import compiling
+from trainer.models import compiling, inductor
 from trainer.models.compiling import CACHE_VARIABLE, missing_for_compiling, prepare_cache, torch_mode
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
@@ -192,17 +192,17 @@ def test_what_generates_wrong_code_for_gpus_is_off(monkeypatch: pytest.MonkeyPat
     compiling.set_up_torch()
     assert not TritonOverrides._can_use_4x_random()  # type: ignore[attr-defined]
     assert TritonOverrides.rand("seed", "x") == "tl.rand(seed, (x).to(tl.uint32))"
-    assert not getattr(inductor.triton, "mix_order_reduction", False)
+    assert not getattr(config.triton, "mix_order_reduction", False)
 
 
 @pytest.mark.compat
 def test_caches_have_a_key_for_each_precision_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {compiling.cache_key()}
+    keys = {inductor.cache_key()}
     for kind in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", kind):
-            keys.add(compiling.cache_key())
+            keys.add(inductor.cache_key())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert len({*keys, compiling.cache_key()}) == 4
+    assert len({*keys, inductor.cache_key()}) == 4
 
 
 @pytest.mark.slow
@@ -224,7 +224,6 @@ def queued(w: torch.Tensor, x: torch.Tensor, queue: torch.Tensor) -> torch.Tenso
 
 
 def test_a_copy_of_what_changes_later_stays() -> None:
-    """In the pass of inductor that leaves copies out; by a graph as it gets it."""
     from torch._inductor.fx_passes import post_grad
 
     compiling.set_up_torch()
@@ -244,31 +243,69 @@ def faded(w: torch.Tensor, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.compat
 def test_what_is_made_of_what_changes_later_is_saved() -> None:
-    """In the pass that marks it, before forward and backward pass are parted."""
-
     def functional(w: torch.Tensor, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         y = (x @ w).tanh() * (count.t() * 2)
         count.copy_(count + 1)
         return y
 
     compiling.set_up_torch()
-    marks: Any = inductor.joint_custom_post_pass
+    marks: Any = config.joint_custom_post_pass
     marks(graph := make_fx(functional)(torch.ones(6, 4), torch.ones(2, 6), torch.ones(4, 1)).graph)
     saved = [n.name for n in graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
     assert saved == ["mul", "add"]
 
 
+def averaged(w: torch.Tensor, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Takes rows of a codebook, and then moves each toward the mean of what took it."""
+    rows, made = x.argmax(1), (x @ w).tanh()
+    taken, sums = codes[rows], torch.zeros_like(codes).index_add(0, rows, made.detach())
+    codes.mul_(0.9).add_(sums / torch.bincount(rows, minlength=8).clamp(min=1)[:, None], alpha=0.1)
+    return made + (taken - made).detach() * taken
+
+
+def moved(w: torch.Tensor, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Changes, by an index, what was read before: a buffer, and what was made of it; and turns the buffer."""
+    rows, made = x.argmax(1), (x @ w).tanh()
+    sums = codes.cumsum(0)
+    y = made * torch.nn.functional.embedding(rows, codes) * torch.nn.functional.embedding(rows, sums)
+    codes.index_add_(0, rows, made.detach())
+    sums[rows] = made.detach()
+    codes.copy_(codes.flip(0))
+    return y + sums.sum(0)
+
+
+@pytest.mark.compat
+def test_what_is_read_elsewhere_is_changed_in_a_kernel_of_its_own() -> None:
+    aten, copy = torch.ops.aten, torch.ops.aten.copy_.default
+
+    def changes(count: torch.Tensor, codes: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        made, read = codes.exp(), codes.cumsum(0)
+        for one in (codes, made, read, read[1:]):
+            aten.index_put(one, (i,), i)
+        count.copy_(count.mul(0.9).add(1))
+        codes.copy_(codes.flip(0))
+        return read
+
+    graph = make_fx(changes, tracing_mode="fake")(torch.ones(4), torch.ones(4), torch.arange(2)).graph
+    put = [node for node in graph.nodes if node.target is aten.index_put.default]
+    assert [inductor.is_read_just_here(node) for node in put] == [False, True, False, False]
+    inductor.copy_apart(graph)
+    kept = [node.target for node in graph.nodes if node.name.startswith("copy")]
+    assert kept == [copy, torch.ops.trainer.copy_into.default]
+
+
 @pytest.mark.slow
 @needs_a_compiler
-@pytest.mark.parametrize("changing", [queued, faded])
-def test_gradients_of_what_changes_later_are_those_of_eager_code(changing: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("changing", [queued, faded, averaged, moved])
+def test_what_changes_later_gives_what_eager_code_gives(changing: Callable[..., Any]) -> None:
     compiling.set_up_torch()
     found = []
     for call in (changing, torch.compile(changing)):
         torch.manual_seed(0)
-        w, x, queue = (torch.randn(*size, dtype=torch.float64) for size in ((6, 4), (2, 6), (8, 4)))
-        (gradient,) = torch.autograd.grad(call(w.requires_grad_(), x, queue).sum(), w)
-        found.append((gradient, queue))
+        w, x, queue = (torch.randn(*size, dtype=torch.float64) for size in ((6, 4), (6, 6), (8, 4)))
+        made = call(w.requires_grad_(), x, queue)
+        (gradient,) = torch.autograd.grad(made.square().sum(), w)
+        found.append((made, gradient, queue))
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-8)
 
 

@@ -1,6 +1,5 @@
 """torch.compile of the whole model or block by block, with a clear line where it isn't possible."""
 
-import dataclasses
 import functools
 import getpass
 import logging
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from trainer.config.model import CompileConfig
+from trainer.models.inductor import avoid_wrong_code
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one code object; torch falls back to eager after eight of them.
@@ -156,84 +156,4 @@ def set_up_torch() -> None:
     torch._dynamo.config.cache_size_limit = max(_MOST_SHAPES, torch._dynamo.config.cache_size_limit)
     if not SPLITS_ALL_GRAPHS:
         torch._dynamo.config.optimize_ddp = False
-    _avoid_wrong_code()
-
-
-def save_reads(graph: torch.fx.Graph) -> None:
-    """Marks what is computed from an input that the forward pass changes: saved for backward, not repeated.
-
-    Args:
-        graph: Forward and backward pass, in which only copies to inputs at the end change something.
-    """
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    copy = torch.ops.aten.copy_.default
-    left = [node.args[0] for node in graph.nodes if node.target is copy]
-    while left:
-        for user in left.pop().users:
-            if user.target is copy:
-                continue
-            schema = getattr(user.target, "_schema", None)
-            if schema is not None and any(one.alias_info for one in schema.returns):
-                left.append(user)  # a view shows the changes, too
-            else:
-                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def cache_key() -> str:
-    """Returns what compiled code depends on and torch's own keys of its caches leave out.
-
-    Before torch 2.14 they leave out autocast's dtype (https://github.com/pytorch/pytorch/pull/181564); in all
-    versions the kernels that attention may choose, and the threads for which C++ is generated.
-    """
-    kinds = [torch.get_autocast_dtype(one) for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
-    sdp = torch.backends.cuda
-    attention = (sdp.cudnn_sdp_enabled(), sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled())
-    ours = "trainer: copies stay, reads of what changes are saved, no random numbers by four"
-    return f"{ours}, {kinds}, {attention}, {torch.get_num_threads()}"
-
-
-def _graph_pass() -> Any:
-    """Returns `save_reads` as a pass of inductor, which has `cache_key` from torch 2.6 on."""
-    try:
-        from torch._inductor import custom_graph_pass
-    except ImportError:
-        return save_reads
-    named = {"__call__": lambda _, graph: save_reads(graph), "uuid": lambda _: cache_key()}
-    return type("SaveReads", (custom_graph_pass.CustomGraphPass,), named)()
-
-
-def _is_made_here(node: torch.fx.Node) -> bool:
-    """True if what a node changes isn't an input of the graph."""
-    return isinstance(node.args[0], torch.fx.Node) and node.args[0].op != "placeholder"
-
-
-def _avoid_wrong_code() -> None:
-    """Turns off parts of inductor that generate wrong code in some versions, without an error."""
-    from torch._inductor import config
-    from torch._inductor.codegen.triton import TritonOverrides
-    from torch._inductor.fx_passes import post_grad, reinplace
-
-    # In all versions: the copy of a buffer is left out though the buffer changes later, so that what is
-    # computed from the copy, and its gradient, are wrong (https://github.com/pytorch/pytorch/issues/198131).
-    for copying in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
-        post_grad.noop_registry.pop(copying, None)
-
-    # In 2.9 at least: a buffer is changed by an index before what reads it earlier. It is changed at the end.
-    for op in (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default):
-        if (known := reinplace.inplaceable_ops.get(op)) is not None:
-            reinplace.inplaceable_ops[op] = dataclasses.replace(known, extra_check=_is_made_here)
-
-    # In all versions, too: backward computes again what was made of a buffer, from the changed one
-    # (https://github.com/pytorch/pytorch/pull/197039).
-    config.joint_custom_post_pass = _graph_pass()
-    if config.joint_custom_post_pass is save_reads:  # without a key of its own in caches
-        config.fx_graph_cache = False
-    # From 2.10 on: a sum that is a part of a larger gradient may never be written
-    # (https://github.com/pytorch/pytorch/issues/193061, in 2.14.1 too).
-    if hasattr(config.triton, "mix_order_reduction"):
-        config.triton.mix_order_reduction = False
-    # From 2.13 on: dropout's masks repeat, and a recomputed one differs from that of the forward pass
-    # (https://github.com/pytorch/pytorch/issues/198333, in 2.14.1 too). No switch restores the former code.
-    if hasattr(TritonOverrides, "_can_use_4x_random"):
-        setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False))  # noqa: B010
+    avoid_wrong_code()

@@ -1,0 +1,138 @@
+"""Parts of torch's compiler that generate wrong code without an error, and what is done instead."""
+
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+_COPY = torch.ops.aten.copy_.default
+_INDEXED = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
+
+
+@torch.library.custom_op("trainer::copy_into", mutates_args={"into"})
+def copy_into(into: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a tensor into another one, in a kernel of its own, which inductor can't fuse."""
+    into.copy_(value)
+
+
+def avoid_wrong_code() -> None:
+    """Turns off, or replaces, what generates wrong code in some versions of torch."""
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torch._inductor.fx_passes import post_grad, reinplace
+
+    # In all versions: the copy of a buffer is left out though the buffer changes later, so that what is
+    # computed from the copy, and its gradient, are wrong (https://github.com/pytorch/pytorch/issues/198131).
+    for copying in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
+        post_grad.noop_registry.pop(copying, None)
+
+    # In all versions: a buffer changes before, or while, it is read at other places
+    # (https://github.com/pytorch/pytorch/issues/198270).
+    config.post_grad_custom_post_pass = _graph_pass(copy_apart)
+    for op in _INDEXED:
+        if (known := reinplace.inplaceable_ops.get(op)) is not None:
+            reinplace.inplaceable_ops[op] = dataclasses.replace(known, extra_check=is_read_just_here)
+
+    # In all versions, too: backward computes again what was made of a buffer, from the changed one
+    # (https://github.com/pytorch/pytorch/pull/197039).
+    config.joint_custom_post_pass = _graph_pass(save_reads)
+    if config.joint_custom_post_pass is save_reads:  # without a key of its own in caches
+        config.fx_graph_cache = False
+    # From 2.10 on: a sum that is a part of a larger gradient may never be written
+    # (https://github.com/pytorch/pytorch/issues/193061, in 2.14.1 too).
+    if hasattr(config.triton, "mix_order_reduction"):
+        config.triton.mix_order_reduction = False
+    # From 2.13 on: dropout's masks repeat, and a recomputed one differs from that of the forward pass
+    # (https://github.com/pytorch/pytorch/issues/198333, in 2.14.1 too). No switch restores the former code.
+    if hasattr(TritonOverrides, "_can_use_4x_random"):
+        setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False))  # noqa: B010
+
+
+def save_reads(graph: Graph) -> None:
+    """Marks what is computed from an input that the forward pass changes: saved for backward, not repeated.
+
+    Args:
+        graph: Forward and backward pass, in which only copies to inputs at the end change something.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    left = [node.args[0] for node in graph.nodes if node.target is _COPY]
+    while left:
+        for user in left.pop().users:
+            if user.target is _COPY:
+                continue
+            if _is_a_view(user):
+                left.append(user)  # a view shows the changes, too
+            else:
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def copy_apart(graph: Graph) -> None:
+    """Copies changes back to an input by `copy_into`: inductor would fuse the copy with reads of the input.
+
+    What is read just for its change, place by place, stays fused: a count, BatchNorm's statistics.
+    """
+    for node in [node for node in graph.nodes if node.target is _COPY]:
+        into, value = node.args[:2]
+        if not _is_read_just_for(node, into):
+            with graph.inserting_before(node):
+                graph.call_function(torch.ops.trainer.copy_into.default, (into, value))
+            node.replace_all_uses_with(into)
+            graph.erase_node(node)
+
+
+def _is_read_just_for(copy: Node, into: Node) -> bool:
+    """True if all that is made of an input ends in its copy, by functions of single elements."""
+    left, seen = [into], {copy}
+    while left:
+        for user in left.pop().users.keys() - seen:
+            pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
+            if not pointwise or user.meta["val"].shape != into.meta["val"].shape:
+                return False
+            seen.add(user)
+            left.append(user)
+    return True
+
+
+def is_read_just_here(node: Node) -> bool:
+    """True if what a node changes is made in this graph and read by nothing else: it may change in place."""
+    changed = node.args[0]
+    if not isinstance(changed, Node) or changed.op != "call_function" or _is_a_view(changed):
+        return False
+    return len(changed.users) == 1
+
+
+def _is_a_view(node: Node) -> bool:
+    """True if a node gives memory of what it gets, or an item of a list of views."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(one.alias_info for one in schema.returns)
+
+
+def cache_key() -> str:
+    """Returns what compiled code depends on and torch's own keys of its caches leave out.
+
+    Before torch 2.14 they leave out autocast's dtype (https://github.com/pytorch/pytorch/pull/181564); in all
+    versions the kernels that attention may choose, and the threads for which C++ is generated.
+    """
+    kinds = [torch.get_autocast_dtype(one) for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
+    sdp = torch.backends.cuda
+    attention = (sdp.cudnn_sdp_enabled(), sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled())
+    ours = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # what stands here changes the code
+    return f"trainer {ours}, {kinds}, {attention}, {torch.get_num_threads()}"
+
+
+def _graph_pass(change: Callable[[Graph], None]) -> Any:
+    """Returns a function as a pass of inductor, which has `cache_key` from torch 2.6 on."""
+    try:
+        from torch._inductor import custom_graph_pass
+    except ImportError:
+        return change
+    named = {"__call__": lambda _, graph: change(graph), "uuid": lambda _: cache_key()}
+    return type(change.__name__, (custom_graph_pass.CustomGraphPass,), named)()
