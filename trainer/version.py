@@ -27,7 +27,8 @@ ARITHMETIC_CHANGES = {
     "forward pass changed them; compiled code isn't taken from caches of another precision or number of "
     "threads; averages of weights in half precision are in float32; corrections by what counts are in each "
     "gradient's own dtype; others keep their bits",
-    12: "compiled code changes no buffer before, or while, it is read at other places: before, a codebook, a "
-    "queue or what was computed from it could be wrong; others keep their bits",
+    12: "compiled code changes no buffer before, or while, it is read at other places, and reads what is "
+    "scattered (scatter_add, an assignment by index) afterwards: before, a codebook, a queue or what was "
+    "computed from it could be wrong; others keep their bits",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

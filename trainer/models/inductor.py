@@ -20,11 +20,19 @@ def copy_into(into: torch.Tensor, value: torch.Tensor) -> None:
     into.copy_(value)
 
 
+def _lowered(into: Any, value: Any) -> None:
+    """Lowers `copy_into` to torch's own `copy_`; before it inductor computes all that reads `into`."""
+    from torch._inductor import ir
+
+    ir.InplaceCopyFallback.create(into, value)  # by the usual fallback later reads would see the change
+
+
 def avoid_wrong_code() -> None:
     """Turns off, or replaces, what generates wrong code in some versions of torch."""
-    from torch._inductor import config
+    from torch._inductor import config, lowering
     from torch._inductor.codegen.triton import TritonOverrides
     from torch._inductor.fx_passes import post_grad, reinplace
+    from torch._inductor.scheduler import Scheduler, SchedulerNode
 
     # In all versions: the copy of a buffer is left out though the buffer changes later, so that what is
     # computed from the copy, and its gradient, are wrong (https://github.com/pytorch/pytorch/issues/198131).
@@ -34,9 +42,15 @@ def avoid_wrong_code() -> None:
     # In all versions: a buffer changes before, or while, it is read at other places
     # (https://github.com/pytorch/pytorch/issues/198270).
     config.post_grad_custom_post_pass = _graph_pass(copy_apart)
+    lowering.register_lowering(torch.ops.trainer.copy_into.default, type_promotion_kind=None)(_lowered)
     for op in _INDEXED:
         if (known := reinplace.inplaceable_ops.get(op)) is not None:
             reinplace.inplaceable_ops[op] = dataclasses.replace(known, extra_check=is_read_just_here)
+
+    # Before 2.14: on CPUs what reads a buffer may be computed before what scatters into it, on GPUs within it
+    # (https://github.com/pytorch/pytorch/issues/171493).
+    _put_in(SchedulerNode, "recompute_size_and_body", _keeping_order)
+    _put_in(Scheduler, "fusable_read_and_write", _not_after_scatter)
 
     # In all versions, too: backward computes again what was made of a buffer, from the changed one
     # (https://github.com/pytorch/pytorch/pull/197039).
@@ -51,6 +65,43 @@ def avoid_wrong_code() -> None:
     # (https://github.com/pytorch/pytorch/issues/198333, in 2.14.1 too). No switch restores the former code.
     if hasattr(TritonOverrides, "_can_use_4x_random"):
         setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False))  # noqa: B010
+
+
+def _put_in(owner: type, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a method by what is made of it, once."""
+    if (known := getattr(owner, name)).__module__ != __name__:
+        setattr(owner, name, change(known))
+
+
+def _keeping_order(recompute: Callable[..., None]) -> Callable[..., None]:
+    """Returns a method that lays out a node's loops anew and keeps what the node must come after.
+
+    Before 2.14 torch's own reads the dependencies off the loops alone, where changes of buffers don't show.
+    """
+    from torch._inductor.dependencies import MemoryDep
+
+    def recomputed(node: Any, *arguments: Any, **named: Any) -> None:
+        before, real = node.read_writes.reads, node.scheduler.mutation_real_name
+        recompute(node, *arguments, **named)
+        changed = {real[one.name]: one.name for one in before if one.name in real}
+        found = node.read_writes.rename(changed)
+        for order in before:
+            found = found if isinstance(order, MemoryDep) else found.with_read(order)
+        node.set_read_writes(found)
+
+    return recomputed
+
+
+def _not_after_scatter(fusable: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns a method that fuses no read with a scatter: other threads of the kernel may write later."""
+    from torch._inductor import ir
+
+    def fused(scheduler: Any, read: Any, write: Any, **named: Any) -> bool:
+        made = scheduler.name_to_buf.get(write.name)
+        data = getattr(getattr(getattr(made, "defining_op", None), "node", None), "data", None)
+        return not isinstance(data, ir.Scatter) and fusable(scheduler, read, write, **named)
+
+    return fused
 
 
 def save_reads(graph: Graph) -> None:
@@ -90,7 +141,10 @@ def _is_read_just_for(copy: Node, into: Node) -> bool:
     """True if all that is made of an input ends in its copy, by functions of single elements."""
     left, seen = [into], {copy}
     while left:
-        for user in left.pop().users.keys() - seen:
+        one = left.pop()
+        for user in one.users.keys() - seen:
+            if user.target is torch.ops.aten.copy.default and user.args[1] is not one:
+                continue  # takes its shape alone
             pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
             if not pointwise or user.meta["val"].shape != into.meta["val"].shape:
                 return False
