@@ -113,7 +113,7 @@ def place(folder: Path) -> Path:
 
 def check(case: str, way: str, folder: Path, ended: Ended, names: str = "") -> None:
     """Compares how a job ended with how its case ends."""
-    run, text = folder / "run", "\n".join(ended.lines)
+    run, text = folder / "run", "\n".join((*ended.lines, (folder / "stderr").read_text()))
     left = "run" if (run / "manifest.json").exists() else "rest" if run.exists() else "none"
     assert (ended.code, len(ended.lines), left) == wanted(case, way), f"{case}, {way}\n{text}"
     assert all(named(line, names) for line in ended.lines), f"{case}, {way}: {names}\n{text}"

@@ -1,7 +1,6 @@
 """Promise: compiling changes nothing but the time, and where it can't be done a line says why."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +237,13 @@ def faded(w: torch.Tensor, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor
     return y.sum(1)
 
 
+def spread(w: torch.Tensor, x: torch.Tensor, queue: torch.Tensor) -> torch.Tensor:
+    """Reads what is scattered beside what is read by an index."""
+    y, i, j = (x @ w).tanh() * 1, x.argmax(1) % 4, x.argmin(1) % 4 + torch.tensor([0, 1, 2, 3, 4])
+    sums = torch.scatter_add(queue, 0, j[:4, None].expand(4, 4), queue[:4].index_select(0, i[:4]))
+    return (y + queue[:4, 0][i][:, None].expand(5, 4)) * torch.sigmoid(sums[:5])
+
+
 @pytest.mark.compat
 def test_what_is_made_of_what_changes_later_is_saved() -> None:
     def functional(w: torch.Tensor, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -274,13 +280,15 @@ def test_what_is_read_elsewhere_is_changed_in_a_kernel_of_its_own() -> None:
 
 @pytest.mark.slow
 @needs_a_compiler
-@pytest.mark.parametrize("changing", [queued, faded])
-def test_what_changes_later_gives_what_eager_code_gives(changing: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("changing", "rows"), [(queued, (6, 6, 8)), (faded, (6, 6, 8)), (spread, (4, 5, 9))])
+def test_what_changes_later_gives_what_eager_code_gives(changing: Any, rows: tuple[int, ...]) -> None:
     compiling.set_up_torch()
     found = []
     for call in (changing, torch.compile(changing)):
         torch.manual_seed(0)
-        w, x, queue = (torch.randn(*size, dtype=torch.float64) for size in ((6, 4), (6, 6), (8, 4)))
+        w, x, queue = (
+            torch.randn(*size, dtype=torch.float64) for size in zip(rows, (4, rows[0], 4), strict=True)
+        )
         made = call(w.requires_grad_(), x, queue)
         (gradient,) = torch.autograd.grad(made.square().sum(), w)
         found.append((made, gradient, queue))
