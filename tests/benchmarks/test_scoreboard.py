@@ -16,10 +16,8 @@ from benchmarks.scoreboard.figures import Counted, timed
         ([1.0, 1.0, 1.0, 1.0, 1.0, 1.1], [1.1, 1.1, 1.1, 1.1, 1.1, 1.0], "undecided"),
         ([1.0] * 5, [2.0] * 5, "undecided"),
     ],
-    ids=["wins", "loses", "overlaps", "few rounds"],
 )
 def test_a_time_is_decided_by_its_whole_interval(ours: Any, theirs: Any, outcome: str) -> None:
-    """Pair by pair: the machine gets slower all the time, which must not decide."""
     found = timed("trainer", "other", ours, theirs)
     assert (found.outcome, found.rounds) == (outcome, len(ours))
     assert found.low <= found.ratio <= found.high

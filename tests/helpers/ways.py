@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tests.helpers import preloaded
 from tests.helpers.ports import free_port
-from tests.helpers.waiting import SECONDS
+from tests.helpers.waiting import SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 RANKS = {"launcher 1": 1, "launcher 2": 2, "torchrun 1": 1, "torchrun 2": 2, "slurm 2": 2, "fit": 1}
@@ -116,6 +116,8 @@ class Started:
     def send(self, number: signal.Signals) -> None:
         """Sends a signal as who stops the job does: to what was started, and not to what that has started."""
         for process in self.processes:
+            if self._logs != "stderr":  # a torchrun that starts its ranks would leave them
+                until(lambda: "nanosleep" in Path(f"/proc/{process.pid}/wchan").read_text())  # noqa: B023
             process.send_signal(number)
 
     def end(self) -> Ended:
