@@ -77,6 +77,7 @@ SETTINGS = [
     ("seed=on", "seed=on"),
     ("epochs=1000000000", "epochs"),
     ("data.path=/data", "data.name=folder"),
+    ("data.path=2024", 'data.path="2024"'),
     ("optim.lrr=1\n2", "optim.lrr"),
     ("--gpus \u00b2", "--gpus"),
     ("data.micro_batch_size=48", "data.global_batch_size=64"),

@@ -16,12 +16,20 @@ SETTINGS = (
     *("parallel.threads=1", "parallel.reduction=tree", "data.workers=0", "model.width=8"),
     *("data.global_batch_size=64", "data.micro_batch_size=32", "max_steps=400", "log.every=20"),
 )
+# However slow the machine is, the run doesn't end before the signal is there.
+HOLD = """
+import pathlib, time
+class Hold:
+    def after_step(self, row):
+        print("holds", row["step"], flush=True)
+        while not pathlib.Path("runs/signalled").exists(): time.sleep(0.1)
+"""
 
 
-def job(name: str, image: str, folder: Path) -> Job:
+def job(name: str, image: str, folder: Path, *more: str) -> Job:
     limits = ("--nodes", "2", "--cpus-per-task", "1", "--mem", "3G", "--shm-size", "1G")
     place = ("--image", image, "--volume", "runs:/workspace/runs", "--out", f"runs/{name}{os.getpid()}")
-    return Job(printed("kubernetes", *place, *limits, *SETTINGS), folder)
+    return Job(printed("kubernetes", *place, *limits, *SETTINGS, *more), folder)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +56,12 @@ def test_a_drained_pod_stops_the_job_which_goes_on_alike(
     whole: Job, train_image: str, tmp_path: Path
 ) -> None:
     """Hosts that die are in tests/launch."""
-    with closing(job("hit", train_image, tmp_path)) as pods:
+    with closing(job("hit", train_image, tmp_path, "hooks.use=[runs/hold.py:Hold]")) as pods:
+        (pods.runs / "hold.py").write_text(HOLD)
         pods.start(1, 0)
-        pods.until(0, "  step ")
+        pods.until(0, "holds")
         pods.signal(1, "TERM")
+        (pods.runs / "signalled").touch()
         assert pods.end(0, 1) == [75, 75], pods.log(0) + pods.log(1)
         assert "exit code 75: " in pods.message(1)
         pods.replaced(0, 1)

@@ -57,7 +57,8 @@ def batches(what: DataConfig, workers: int, epochs: int = 2) -> Iterator[list[by
     plan = Plan(len(data), 8, 4, epochs, "cross", seed=5, shards=shards, shards_per_block=shards_per_block)
     wait_until_answered()
     source = Source(data, Share(plan), 4)
-    with closing(RingLoader(source, CPU, workers, FORK, Quarantine("training", 0))) as loader:
+    near = FORK.model_copy(update={"prefetch": 1})  # no worker is a block ahead of another, however slow
+    with closing(RingLoader(source, CPU, workers, near, Quarantine("training", 0))) as loader:
         yield from map(frozen, loader(Share(plan).batches()))
 
 

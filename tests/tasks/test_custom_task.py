@@ -322,3 +322,13 @@ def test_a_recipe_that_is_another_once_the_file_was_run_is_refused(
     file.write_text(f"from tests.helpers.small_task import Small\n{begin}\n{change}")
     with refused(file, "RECIPE", odd) if odd else nullcontext():
         custom_task(str(file))
+
+
+def test_hooks_are_in_the_class_or_beside_it(tmp_path: Path) -> None:
+    file, begin = tmp_path / "mine.py", "from tests.helpers.small_task import Small\nclass Mine(Small): ...\n"
+    for text, wanted in (("hooks = [1]", [1]), ("Mine.hooks = [2]", [2]), ("hooks = Mine.hooks = [3]", [3])):
+        file.write_text(begin + text)
+        assert custom_task(str(file)).hooks == wanted
+    file.write_text(f"{begin}hooks = [1]\nMine.hooks = [2]")
+    with refused(file, "hooks Mine"):
+        custom_task(str(file))

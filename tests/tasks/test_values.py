@@ -299,6 +299,40 @@ def test_a_loss_that_compares_samples_is_told(kind: str, capsys: pytest.CaptureF
         assert len(lines) == told and (not told or named(lines[0], "figure data.eval_batch_size"))
 
 
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(3, 1, scale_grad_by_freq=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.rows((x[:, 0] > 9).long())
+
+
+def hooked(hook: Callable[[torch.Tensor], Any]) -> Callable[..., nn.Module]:
+    def model(_: object) -> nn.Module:
+        made = nn.Linear(2, 1)
+        made.weight.register_hook(hook)
+        return made
+
+    return model
+
+
+GRADIENTS: dict[str, tuple[bool, Callable[..., Any]]] = {
+    "clipped": (True, hooked(lambda g: g.clamp(-1, 1))),
+    "with a decay": (True, hooked(lambda g: g + 0.01)),
+    "by rows": (True, lambda _: Rows()),
+    "scaled": (False, hooked(lambda g: g * 0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_a_gradient_that_is_not_in_proportion_is_told(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told, model = GRADIENTS[kind]
+    check(model=model)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == told and (not told or named(lines[0], "weight data.micro_batch_size"))
+
+
 def classes(model: nn.Module, batch: Any, **more: Any) -> torch.Tensor:
     logits = torch.cat((out(model, batch), -out(model, batch)), 1)
     return F.cross_entropy(logits, more.pop("label", (batch["y"] > 0.3).long()), **more)

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -331,3 +332,20 @@ def test_a_failed_run_has_its_report(here: Path, capsys: pytest.CaptureFixture[s
     assert report_failure(report.parent, 1) == 1 and report.exists()
     with refused("seed 0 1 run"):
         quick(seed=1, **settings)
+
+
+FAILS = """
+import torch, trainer
+from tests.helpers.small_task import SETTINGS, Small
+class Mine(Small):
+    def model(self):
+        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        made[1].weight.register_hook(lambda _: 1 / 0)
+        return made
+trainer.fit(Mine, SETTINGS)"""
+
+
+def test_a_process_ends_after_a_failed_backward() -> None:
+    """What torch's engine then keeps waits for Python, which has ended."""
+    how: Any = {"env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, "timeout": 300}
+    assert subprocess.run([sys.executable, "-c", FAILS], check=False, **how).returncode == 1

@@ -111,6 +111,10 @@ def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     given = given if len(given) < 60 else given[:57] + "..."
     if problem["type"] == "tuple_type":
         what = f"a list is wanted, such as '{dotted}=[{given}]'"
+    if problem["type"] in ("path_type", "string_type"):
+        quoted = f'["{given}"]' if wanted.startswith("[") else f'"{given}"'
+        number = isinstance(problem["input"], int | float)
+        what = f"it is a number; a name has quotes: '{dotted}={quoted}'" if number else "it is no name"
     if problem["type"] == "literal_error":
         what = f"no such value{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # a problem of a whole section

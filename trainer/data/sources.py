@@ -15,7 +15,7 @@ from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.cifar10 import odd_sizes, open_cifar10
 from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.labels import alike, quoted
+from trainer.data.formats.labels import alike, joined_classes, quoted
 from trainer.data.formats.records import LABEL, Records, is_upright
 from trainer.data.formats.sharded import ShardedRecords
 from trainer.data.left_out import left_out_line
@@ -325,12 +325,8 @@ def _notes(config: DataConfig, classes: tuple[str, ...], train: Records) -> Iter
     if empty.size:
         first = classes[empty[0]]
         yield f"{empty.size:,} of {len(classes):,} classes have no samples; the first is '{first}'"
-    joined = [name for name in classes if "|" in name.strip("|")]
-    if config.name == "table" and joined and config.label_separator is None:
-        yield (
-            f"{len(joined):,} of {len(classes):,} classes hold '|', as '{joined[0]}'; if an image has "
-            "several classes there, set data.label_separator='|'"
-        )
+    if config.label_separator is None:
+        yield from joined_classes(classes)
     as_text = sorted(classes) if config.name == "folder" else classes
     for number, (ours, theirs) in enumerate(zip(classes, as_text, strict=True)):
         if ours != theirs:

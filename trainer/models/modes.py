@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from trainer.models.unfinished import ends_at_exit
+
 Modes = Sequence[tuple[nn.Module, bool]]
 
 
@@ -44,6 +46,7 @@ def begin_training(model: nn.Module) -> list[str]:
     Returns:
         Names of the modules that stay in evaluation mode, only the outermost.
     """
+    ends_at_exit()
     kept = {module for module, training in modes_of(model) if not training}
     model.train()
     if all(module in kept for module in model.modules()):

@@ -201,7 +201,12 @@ def _class_in(module: ModuleType, path: Path, name: str) -> tuple[type, Any]:
         raise BadInputError(
             f"{path}: {wanted} with the methods {', '.join(WANTED)} is wanted; found {names}{hint}"
         )
-    return classes[0], getattr(module, "hooks", ())
+    beside = getattr(module, "hooks", ())
+    hooks = getattr(classes[0], "hooks", beside)
+    if isinstance(beside, list) and hooks is not beside:
+        kind = classes[0].__name__
+        raise BadInputError(f"{path}: hooks are in the class {kind} and beside it; keep one list")
+    return classes[0], hooks
 
 
 def object_of(task: Any, source: str) -> Any:

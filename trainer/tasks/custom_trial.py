@@ -27,6 +27,7 @@ from trainer.tasks.trial import (
     Read,
     Snapshot,
     beside_others,
+    disproportionate,
     memory_of,
     moving,
     of_halves,
@@ -198,6 +199,7 @@ def _try_loss(task: OwnMethods, model: nn.Module) -> dict[str, str]:
     with in_evaluation_mode(model):
         try:
             told = _try_values(task, losses, samples)
+            _try_gradients(task, model, losses, samples)
         except Exception:  # a detector gives boxes in evaluation mode
             told = {"values": _NO_VALUES}
     if task.mean:
@@ -216,6 +218,21 @@ def _try_values(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]
         )
     why = f"random ({', '.join(draws)}): whether it compares the samples of a micro-batch wasn't tried"
     return {"values": why} if draws else {}
+
+
+def _try_gradients(task: OwnMethods, model: nn.Module, losses: Read, samples: Ints) -> None:
+    """Warns of gradients that depend on how the samples of a step are cut into micro-batches."""
+
+    def trained(some: Ints, seed: int) -> dict[str, Values]:
+        return {name: one for name, one in losses(some, seed).items() if name not in task.watched}
+
+    if found := disproportionate(model, trained, samples):
+        warn(
+            f"{task._source}: the gradient of {few(found)} isn't proportional to the loss (a hook, or "
+            "scale_grad_by_freq): it is that of a micro-batch, so the training depends on "
+            "data.micro_batch_size and the number of ranks, with fp16 on the loss's scale, too; clip by "
+            "optim.max_grad_norm, or in the step of an optimizer of your own"
+        )
 
 
 def _try_means(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:

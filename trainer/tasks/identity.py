@@ -174,7 +174,7 @@ class _Walk:
             for name, value in sorted(vars(base).items()):
                 # Names such as __dict__ and enum's _member_map_ are Python's, but for methods.
                 theirs = name.startswith("_") and name.endswith("_") and not _is_method(value)
-                if not (theirs or name in _ABOUT_CLASS or (name == "RECIPE" and not label)):
+                if not (theirs or name in _ABOUT_CLASS or (name in ("RECIPE", "hooks") and not label)):
                     self._member(f"{prefix}{name}", value)
         self.values[f"installed bases of {label or 'the class'}"] = _short(", ".join(installed))
 

@@ -46,7 +46,7 @@ OPTIONAL_METHODS = (
     "collate",
     *(name for name in GIVEN if name not in WANTED),
 )
-_ATTRIBUTES = ("metric", "mode", "reduction", "losses", "watched", "uniforms", "RECIPE")
+_ATTRIBUTES = ("metric", "mode", "reduction", "losses", "watched", "uniforms", "hooks", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _LETTERS = 160  # of a value in a message
 _SLIP = 0.8  # similarity from which a name counts as a misspelling of another
@@ -62,7 +62,7 @@ class OwnMethods:
             summarize, predict, collate, transforms, optimizer, scheduler, and the attributes metric (default:
             loss), mode ("min" or "max": which way the metric is better; not needed for loss and accuracy),
             losses (the names of several), watched (names of results of `loss` that aren't trained),
-            reduction ("mean": a loss may be one mean of the micro-batch) and uniforms.
+            reduction ("mean": a loss may be one mean of the micro-batch), uniforms, and the class's hooks.
         source: Its origin, for messages: a file, or a class of a notebook.
 
     Attributes:
@@ -79,7 +79,7 @@ class OwnMethods:
         self._own, self._source = own, source
         self.tried: Mapping[str, str] = {}
         self.source_hash = ""
-        self.hooks: Any = ()
+        self.hooks: Any = getattr(type(own), "hooks", ())
         self.draws_on_host = False  # whether `loss` drew from numpy's or Python's generators in the trial
         self.sparse: tuple[str, ...] = ()  # parameters with sparse gradients, once the trial has run
         self._counted: bool | None = None  # whether `loss` gives counts: always, or never

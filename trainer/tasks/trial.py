@@ -21,6 +21,7 @@ from trainer.tasks.values import Values, bytes_of
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
 _TWICE = 1e-3  # relative
+_LARGER = 2.0**16  # factor of a loss
 _LARGEST_BYTES = 1 << 20  # of an attribute that is compared: larger ones are data
 _MARKED = 4096  # elements of a tensor that are compared
 _DEEPEST = 2  # depth of nested lists and dicts that are searched
@@ -98,6 +99,40 @@ def _of_each(one: Values) -> torch.Tensor:
 
 def _same(one: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
     return torch.allclose(one, other, rtol=relative, atol=_ZERO * (relative > 0), equal_nan=True)
+
+
+def disproportionate(model: nn.Module, read: Read, samples: Ints) -> list[str]:
+    """Returns the parameters whose gradients aren't proportional to the loss.
+
+    Only a hook does that, such as one that clips, or an embedding that divides by how often a row is used.
+    Then the gradient of a step depends on its micro-batches, and with fp16 on the scale of the loss.
+
+    Args:
+        model: The model; it has no gradients afterwards.
+        read: Returns the losses that are trained.
+        samples: Samples for the trial.
+    """
+    # By torch.nn.Module's own attributes: nothing public tells of hooks.
+    hooked = any(getattr(p, "_backward_hooks", None) for p in model.parameters())
+    for module in model.modules():
+        hooked |= bool(module._backward_hooks or module._backward_pre_hooks)
+        hooked |= bool(getattr(module, "scale_grad_by_freq", False))
+    if not hooked:
+        return []
+
+    def gradients(some: Ints, factor: float) -> dict[str, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        values = read(some, 0).values()
+        losses = [one.total() if one.values.ndim else one.values * len(some) for one in values]
+        (torch.stack(losses).sum() * factor).backward()
+        return {n: p.grad.to_dense().double() for n, p in model.named_parameters() if p.grad is not None}
+
+    once, found = gradients(samples, 1), set[str]()
+    for factor in (_LARGER, 1 / _LARGER):
+        other = gradients(np.tile(samples, 2), factor / 2)
+        found |= {n for n, one in other.items() if (one / factor - once[n]).norm() > _TWICE * once[n].norm()}
+    model.zero_grad(set_to_none=True)
+    return [name for name in once if name in found]
 
 
 class UnsavedState(NamedTuple):

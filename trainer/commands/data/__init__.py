@@ -176,6 +176,7 @@ def _tokenize(options: argparse.Namespace) -> int:
 
 @unwound()
 def _pack(options: argparse.Namespace) -> int:
+    from trainer.data.formats.labels import joined_classes
     from trainer.data.formats.pack import PackSettings, pack
     from trainer.host.limits import read_limits
 
@@ -196,6 +197,8 @@ def _pack(options: argparse.Namespace) -> int:
         size = sum(shard.bytes for shard in about.shards)
         say(f"{target}: {about.samples:,} samples, {megabytes(size)} in {len(about.shards)} shards")
         _tell_left_out(about.left_out)
+        for line in joined_classes(about.classes):
+            say(f"  {line}")
         if len(unreadable):
             say(f"  {_unreadable(records, unreadable)}")
     say(f"  train on it with --set data.name=pack --set data.path={options.target}")

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,15 @@ def alike(names: Iterable[str]) -> tuple[str, str] | None:
         if other != name:
             return other, name
     return None
+
+
+def joined_classes(names: Sequence[str]) -> Iterator[str]:
+    """Yields a note on classes that look like several of one image, if there are any."""
+    if joined := [name for name in names if "|" in name.strip("|")]:
+        yield (
+            f"{len(joined):,} of {len(names):,} classes hold '|', as '{joined[0]}'; if an image has several "
+            "classes there, train from a table of them with data.label_separator='|'"
+        )
 
 
 def folded(name: str) -> str:
