@@ -54,9 +54,3 @@ def test_sentences_are_found(code: str, found: int) -> None:
 )
 def test_private_uses_are_found(code: str, found: int) -> None:
     assert len(rules.find(ast.parse(code), frozenset({"_now", "_order"})).private) == found
-
-
-def test_the_table_is_only_lowered() -> None:
-    table = {"a": {"sentences": 3, "private": 1}, "b": {"private": 2}, "gone": {"private": 1}}
-    now = {"a": {"sentences": 5}, "b": {"private": 1}, "new": {"sentences": 1}}
-    assert rules.lowered(table, now) == {"a": {"sentences": 3}, "b": {"private": 1}}

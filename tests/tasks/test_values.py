@@ -308,6 +308,13 @@ class Rows(nn.Module):
         return self.rows((x[:, 0] > 9).long())
 
 
+class Clipped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda g: g.clamp(-1, 1))
+        return x
+
+
 def hooked(hook: Callable[[torch.Tensor], Any]) -> Callable[..., nn.Module]:
     def model(_: object) -> nn.Module:
         made = nn.Linear(2, 1)
@@ -321,6 +328,7 @@ GRADIENTS: dict[str, tuple[bool, Callable[..., Any]]] = {
     "clipped": (True, hooked(lambda g: g.clamp(-1, 1))),
     "with a decay": (True, hooked(lambda g: g + 0.01)),
     "by rows": (True, lambda _: Rows()),
+    "within": (True, lambda _: nn.Sequential(nn.Linear(2, 1), Clipped())),
     "scaled": (False, hooked(lambda g: g * 0.1)),
 }
 

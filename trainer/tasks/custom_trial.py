@@ -27,7 +27,6 @@ from trainer.tasks.trial import (
     Read,
     Snapshot,
     beside_others,
-    disproportionate,
     memory_of,
     moving,
     of_halves,
@@ -199,7 +198,6 @@ def _try_loss(task: OwnMethods, model: nn.Module) -> dict[str, str]:
     with in_evaluation_mode(model):
         try:
             told = _try_values(task, losses, samples)
-            _try_gradients(task, model, losses, samples)
         except Exception:  # a detector gives boxes in evaluation mode
             told = {"values": _NO_VALUES}
     if task.mean:
@@ -218,21 +216,6 @@ def _try_values(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]
         )
     why = f"random ({', '.join(draws)}): whether it compares the samples of a micro-batch wasn't tried"
     return {"values": why} if draws else {}
-
-
-def _try_gradients(task: OwnMethods, model: nn.Module, losses: Read, samples: Ints) -> None:
-    """Warns of gradients that depend on how the samples of a step are cut into micro-batches."""
-
-    def trained(some: Ints, seed: int) -> dict[str, Values]:
-        return {name: one for name, one in losses(some, seed).items() if name not in task.watched}
-
-    if found := disproportionate(model, trained, samples):
-        warn(
-            f"{task._source}: the gradient of {few(found)} isn't proportional to the loss (a hook, or "
-            "scale_grad_by_freq): it is that of a micro-batch, so the training depends on "
-            "data.micro_batch_size and the number of ranks, with fp16 on the loss's scale, too; clip by "
-            "optim.max_grad_norm, or in the step of an optimizer of your own"
-        )
 
 
 def _try_means(task: OwnMethods, losses: Read, samples: Ints) -> dict[str, str]:
@@ -358,6 +341,14 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
         warn(
             f"{task._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
             "training depends on it, make it a buffer (task.register_buffer), or a part of the model"
+        )
+    rows = [n for n, one in model.named_modules() if getattr(one, "scale_grad_by_freq", False)]
+    if odd := outside.disproportionate + [f"{name}.weight" for name in rows]:
+        warn(
+            f"{task._source}: the gradient of {few(odd)} isn't proportional to the loss (a hook or Function "
+            "that clips, say, or scale_grad_by_freq): the training depends on data.micro_batch_size, the "
+            "number of ranks and, with fp16, the loss's scale; clip by optim.max_grad_norm, or in the step "
+            "of an optimizer of your own"
         )
     task.sparse = tuple(outside.sparse)
     return float(losses[0].detach())

@@ -21,7 +21,8 @@ from trainer.tasks.values import Values, bytes_of
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
 _TWICE = 1e-3  # relative
-_LARGER = 2.0**16  # factor of a loss
+_UNDERFLOW = 8  # times the spacing of numbers
+_LARGER = 2.0**16  # factor of a loss: a power of two, by which no bit of a mantissa changes
 _LARGEST_BYTES = 1 << 20  # of an attribute that is compared: larger ones are data
 _MARKED = 4096  # elements of a tensor that are compared
 _DEEPEST = 2  # depth of nested lists and dicts that are searched
@@ -101,42 +102,8 @@ def _same(one: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
     return torch.allclose(one, other, rtol=relative, atol=_ZERO * (relative > 0), equal_nan=True)
 
 
-def disproportionate(model: nn.Module, read: Read, samples: Ints) -> list[str]:
-    """Returns the parameters whose gradients aren't proportional to the loss.
-
-    Only a hook does that, such as one that clips, or an embedding that divides by how often a row is used.
-    Then the gradient of a step depends on its micro-batches, and with fp16 on the scale of the loss.
-
-    Args:
-        model: The model; it has no gradients afterwards.
-        read: Returns the losses that are trained.
-        samples: Samples for the trial.
-    """
-    # By torch.nn.Module's own attributes: nothing public tells of hooks.
-    hooked = any(getattr(p, "_backward_hooks", None) for p in model.parameters())
-    for module in model.modules():
-        hooked |= bool(module._backward_hooks or module._backward_pre_hooks)
-        hooked |= bool(getattr(module, "scale_grad_by_freq", False))
-    if not hooked:
-        return []
-
-    def gradients(some: Ints, factor: float) -> dict[str, torch.Tensor]:
-        model.zero_grad(set_to_none=True)
-        values = read(some, 0).values()
-        losses = [one.total() if one.values.ndim else one.values * len(some) for one in values]
-        (torch.stack(losses).sum() * factor).backward()
-        return {n: p.grad.to_dense().double() for n, p in model.named_parameters() if p.grad is not None}
-
-    once, found = gradients(samples, 1), set[str]()
-    for factor in (_LARGER, 1 / _LARGER):
-        other = gradients(np.tile(samples, 2), factor / 2)
-        found |= {n for n, one in other.items() if (one / factor - once[n]).norm() > _TWICE * once[n].norm()}
-    model.zero_grad(set_to_none=True)
-    return [name for name in once if name in found]
-
-
 class UnsavedState(NamedTuple):
-    """State that training changes or depends on, and that no checkpoint holds.
+    """State that training changes or depends on, and that no checkpoint holds; and odd gradients.
 
     Attributes:
         buffers: Names of non-persistent buffers that change with each training forward pass.
@@ -144,12 +111,14 @@ class UnsavedState(NamedTuple):
         attributes: Names of plain attributes, numbers or tensors, and of tensors in modules and optimizers
             outside of the model, that change with each forward pass.
         sparse: Names of parameters whose gradients are sparse.
+        disproportionate: Names of parameters whose gradients aren't proportional to the loss.
     """
 
     buffers: list[str]
     differs: str
     attributes: list[str]
     sparse: list[str]
+    disproportionate: list[str]
 
 
 def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], owner: object) -> UnsavedState:
@@ -159,6 +128,9 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
     pass overwrites, is equal after both passes. Two more passes with other weights find state outside of the
     model that follows its weights, also if it was copied from them in the first pass.
 
+    The second pass is for a larger loss: its gradients, divided by as much, have the same bits unless a hook
+    or a Function of the user does what isn't linear, such as clipping. Then a third pass tells which it is.
+
     Args:
         model: The model; its state_dict is restored afterwards.
         loss: Computes the loss of some samples, float ().
@@ -167,7 +139,14 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
     kept = {name: value.detach().clone() for name, value in _tensors(model).items()}
     try:
         with _repeatable(model):
-            (results, state, attributes), again = (_trained(model, kept, loss, owner) for _ in range(2))
+            (results, state, attributes), again = (
+                _trained(model, kept, loss, owner, factor) for factor in (1.0, _LARGER)
+            )
+            odd = list[str]()
+            if again[0] != results:
+                gradients = {name: p.grad for name, p in model.named_parameters()}
+                again = _trained(model, kept, loss, owner)
+                odd = [name for name, p in model.named_parameters() if _is_apart(gradients[name], p.grad)]
             sparse = [n for n, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse]
             followed, further = _followed(model, kept, loss, owner)
     finally:
@@ -184,7 +163,18 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
         differing[0] if differing else "",
         list(dict.fromkeys(moving)),
         sparse,
+        [name for name in odd if f"the gradient of {name}" not in differing],
     )
+
+
+def _is_apart(scaled: torch.Tensor | None, gradient: torch.Tensor | None) -> bool:
+    """True if a gradient for a larger loss differs by more than an underflow, and without an overflow."""
+    if scaled is None or gradient is None:
+        return False
+    wide = torch.promote_types(gradient.dtype, torch.float64)
+    one, other = (part.to_dense().to(wide) for part in (scaled, gradient))
+    distance, spacing = float((one - other).norm()), torch.finfo(gradient.dtype).eps
+    return _UNDERFLOW * spacing * float(other.norm()) < distance < math.inf
 
 
 def resumes_alike(
@@ -258,14 +248,24 @@ def _followed(
 
 
 def _trained(
-    model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
+    model: nn.Module,
+    kept: Mapping[str, torch.Tensor],
+    loss: Callable[[], torch.Tensor],
+    owner: object,
+    factor: float = 1.0,
 ) -> tuple[_Digests, _Digests, _Digests]:
-    """Returns digests of loss and gradients, and of buffers and plain attributes after a backward pass."""
+    """Returns digests of loss and gradients, and of buffers and plain attributes after a backward pass.
+
+    The gradients are those of the loss times a factor, divided by it.
+    """
     _put_back(model, kept)
     model.zero_grad(set_to_none=True)
     torch.default_generator.manual_seed(0)
     value = loss()
-    value.backward()
+    (value * factor).backward()
+    for p in model.parameters():
+        if p.grad is not None and p.grad.element_size() > 1:  # types of 8 bits have no arithmetic
+            p.grad.div_(factor)
     results = {"the loss": _digest(value)}
     results |= {f"the gradient of {name}": _digest(p.grad) for name, p in model.named_parameters()}
     buffers = {name: _digest(buffer) for name, buffer in model.named_buffers()}
