@@ -113,6 +113,8 @@ def test_each_epoch_holds_each_sample_once_and_counts_add_up(plan: Plan) -> None
     done = [plan.epochs_done(step) for step in steps]
     assert done == sorted(done) and (done[0], done[-1]) == (0, plan.epochs)
     assert plan.last == "cross" or plan.epoch_at(plan.steps) == plan.epochs
+    each = np.unique(sample[: plan.global_batch_size][weight[: plan.global_batch_size] > 0])
+    assert bool(plan.notes) == (len(each) < plan.global_batch_size)  # of the first step
 
 
 @given(plan=plans(), epochs=st.integers(1, 3))

@@ -169,10 +169,9 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
 
 def _is_apart(scaled: torch.Tensor | None, gradient: torch.Tensor | None) -> bool:
     """True if a gradient for a larger loss differs by more than an underflow, and without an overflow."""
-    if scaled is None or gradient is None:
+    if scaled is None or gradient is None or gradient.element_size() == 1:
         return False
-    wide = torch.promote_types(gradient.dtype, torch.float64)
-    one, other = (part.to_dense().to(wide) for part in (scaled, gradient))
+    one, other = (part.to_dense().to(torch.complex128) for part in (scaled, gradient))
     distance, spacing = float((one - other).norm()), torch.finfo(gradient.dtype).eps
     return _UNDERFLOW * spacing * float(other.norm()) < distance < math.inf
 

@@ -104,6 +104,16 @@ class Plan:
             )
 
     @property
+    def notes(self) -> list[str]:
+        """Lines for the user on a step that is larger than the data set."""
+        size, samples = self.global_batch_size, self.samples
+        if size <= samples:
+            return []
+        part = f"{1 - samples / size:.0%} of it is padding"
+        what = part if self.last == "weighted" else f"it has each of them {size / samples:.3g} times"
+        return [f"a step of data.global_batch_size={size} is more than the {samples} samples: {what}"]
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches in a step."""
         return self.global_batch_size // self.micro_batch_size

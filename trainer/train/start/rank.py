@@ -192,7 +192,7 @@ def _attempt(
         load_checkpoint(run, checkpoint, prepared.stop_after, stored)
         parallel = recipe.parallel.model_dump()
         resumed = resume_notes(stored, damaged, begin, world, run.steps, parallel)
-        notes += [*loading, *run.notes, *resumed, *task_notes(stored, task)]
+        notes += [*loading, *run.notes, *resumed, *run.share.plan.notes, *task_notes(stored, task)]
         if begun is not None:
             notes += begin_from(run, folder, begun)
         note_signals()
