@@ -182,6 +182,12 @@ def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
     assert_same_bits(*weights)
 
 
+def test_a_failure_of_the_compiler_is_known_as_one() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.compile(torch.sin, backend=lambda *_: 1 / 0)(torch.ones(1))
+    assert [compiling.failed_to_compile(one) for one in (raised.value, RuntimeError())] == [True, False]
+
+
 @pytest.mark.compat  # the newest torch has both
 def test_what_generates_wrong_code_for_gpus_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: True), raising=False)

@@ -69,12 +69,6 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: ProfileKind | None = 
         return saved(run), (drawn, count)
 
 
-def test_each_task_of_a_recipe_is_looked_at() -> None:
-    files = Path("trainer/recipes").glob("*.yaml")
-    tasks = {file.stem: read_recipe(file.stem).get("task") for file in files}
-    assert {tasks[name] for name in SMALLEST} == set(tasks.values())
-
-
 @pytest.mark.parametrize(("name", "kind"), [("digits", "nvtx"), *((name, "torch") for name in SMALLEST)])
 def test_no_observer_changes_a_bit(name: str, kind: ProfileKind, tmp_path: Path) -> None:
     words = ["parallel.threads=1", "data.workers=0", "compile.mode=none", *SMALLEST[name]]

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -104,6 +105,13 @@ def _stay_eager(stack: ExitStack) -> None:
 
     stack.callback(setattr, eval_frame, "_maybe_set_eval_frame", eval_frame._maybe_set_eval_frame)
     setattr(eval_frame, "_maybe_set_eval_frame", lambda _: None)  # noqa: B010  (gone from newer ones)
+
+
+def failed_to_compile(error: Exception) -> bool:
+    """Returns True if torch's compiler raised an error, rather than what it compiled."""
+    frames = traceback.walk_tb(error.__traceback__)
+    within = any(frame.f_code.co_name == "fx_codegen_and_compile" for frame, _ in frames)
+    return within or type(error).__module__.startswith("torch._dynamo.")
 
 
 def ddp_notes(world_size: int) -> list[str]:

@@ -22,6 +22,7 @@ from trainer.distributed.parallel import gather_rows
 from trainer.errors import OutOfMemory
 from trainer.host.latest import link_latest
 from trainer.host.limits import read_limits
+from trainer.models.compiling import failed_to_compile
 from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.checksums import Checksums
 from trainer.observe.console import ProgressBar, warn
@@ -370,16 +371,18 @@ def _open_profile(stack: contextlib.ExitStack, prepared: PreparedRun, run: Run) 
 
 
 @contextlib.contextmanager
-def memory_explained(run: Run, folder: Path | None) -> Iterator[None]:
-    """Replaces an out-of-memory error by one that lists what holds the memory.
+def errors_explained(run: Run, folder: Path | None) -> Iterator[None]:
+    """Replaces an out-of-memory error by one that lists what holds the memory; tells of a failed compilation.
 
     Raises:
         OutOfMemory: In place of torch's error, or Python's.
     """
     try:
         yield
-    except (RuntimeError, MemoryError, OSError) as error:
+    except Exception as error:
         if not is_out_of_memory(error):
+            if failed_to_compile(error):
+                warn("torch's compiler failed, as said below: compile.mode=none trains without it")
             raise
         state, recipe = run.state, run.recipe
         average = state.average.tensors.values() if state.average is not None else ()

@@ -51,7 +51,7 @@ from trainer.train.components.task import (
 from trainer.train.hooks import HooksOfRank
 from trainer.train.loop import train
 from trainer.train.options import Mode
-from trainer.train.outputs import Outputs, memory_explained, open_outputs
+from trainer.train.outputs import Outputs, errors_explained, open_outputs
 from trainer.train.request import PreparedRun, Request
 from trainer.train.saving import Checkpoints
 from trainer.train.start.prepare import prepared_in_turns
@@ -203,7 +203,7 @@ def _attempt(
             detector = AnomalyDetector(recipe.anomaly, run.recent, group, begin, history, len(anomalies))
         detail(f"the loop begins with step {begin + 1}")
         watchdog.start(begin + recipe.compile.warm_up if run.compiled else 0)
-        with memory_explained(run, folder), interrupt_noted():
+        with errors_explained(run, folder), interrupt_noted():
             ending = train(run, out, detector, stop_after=prepared.stop_after)
 
         if ending.finding is not None:
