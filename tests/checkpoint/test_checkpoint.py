@@ -20,6 +20,7 @@ from tests.helpers.faulty_disk import Disk, Killed
 from tests.helpers.marked import Tensors, assert_same_tensor, flip, hidden, mark_of, marked, save
 from tests.helpers.refusals import named
 from trainer.checkpoint import tensor_file
+from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import read
 from trainer.checkpoint.store import listing, newest_good, prune, remove_leftovers, write
 from trainer.cli import main
@@ -169,6 +170,8 @@ def test_only_what_is_older_than_the_last_good_ones_goes(tmp_path: Path) -> None
     assert steps(tmp_path) == [7, 6, 5, 4, 1]
     assert prune(tmp_path, keep_last=9) == []
     (tmp_path / "step-00000007" / "state.json").unlink()
+    for good, newest in ((7, 7), (None, 5)):  # what was verified before isn't verified again
+        assert BackgroundWriter(tmp_path, 1, print, good).newest() == newest
     assert prune(tmp_path, keep_last=1, known_good={7}) == [6, 5, 4, 1]
     with pytest.raises(ValueError):
         prune(tmp_path, keep_last=0)

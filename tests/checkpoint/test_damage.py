@@ -66,6 +66,8 @@ BAD_TENSORS = {
     "header a list": safetensors_bytes([]),
     "unknown dtype": safetensors_bytes(entry(dtype="PICKLE"), bytes(8)),
     "negative": safetensors_bytes(entry(shape=[-2]), bytes(8)),
+    "negative twice": safetensors_bytes(entry(shape=[-1, -2]), bytes(8)),
+    "no whole number": safetensors_bytes(entry(shape=[2.0]), bytes(8)),
     "much too large": safetensors_bytes(entry(shape=[2**62, 2**62])),
     "too small": safetensors_bytes(entry(shape=[1]), bytes(8)),
     "beyond the end": safetensors_bytes(entry(), bytes(4)),

@@ -24,8 +24,10 @@ from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.host.processes import children
 from trainer.runs.folder import write_json
+from trainer.runs.manifest import read_stored
 from trainer.train import loop, recording, summary
 from trainer.train.components.checkpoint_choice import newest_checkpoint
+from trainer.train.starting_weights import begins_fresh
 
 
 def no_space(*_: Any, **__: Any) -> None:
@@ -90,6 +92,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(
     with refused("model.safetensors"):
         newest_checkpoint(folder, "auto", ALONE)
     assert newest_checkpoint(folder, "force", ALONE)[0] is None
+    assert [begins_fresh(folder, read_stored(folder), mode) for mode in ("auto", "force")] == [False, True]
 
 
 def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path) -> None:
