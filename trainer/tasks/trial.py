@@ -21,7 +21,7 @@ from trainer.tasks.values import Values, bytes_of
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
 _TWICE = 1e-3  # relative
-_UNDERFLOW = 8  # times the spacing of numbers
+_UNDERFLOW = 8  # times the spacing of numbers, and the smallest one
 _LARGER = 2.0**16  # factor of a loss: a power of two, by which no bit of a mantissa changes
 _LARGEST_BYTES = 1 << 20  # of an attribute that is compared: larger ones are data
 _MARKED = 4096  # elements of a tensor that are compared
@@ -172,8 +172,8 @@ def _is_apart(scaled: torch.Tensor | None, gradient: torch.Tensor | None) -> boo
     if scaled is None or gradient is None or gradient.element_size() == 1:
         return False
     one, other = (part.to_dense().to(torch.complex128) for part in (scaled, gradient))
-    distance, spacing = float((one - other).norm()), torch.finfo(gradient.dtype).eps
-    return _UNDERFLOW * spacing * float(other.norm()) < distance < math.inf
+    distance, numbers = float((one - other).norm()), torch.finfo(gradient.dtype)
+    return _UNDERFLOW * (numbers.eps * float(other.norm()) + numbers.tiny) < distance < math.inf
 
 
 def resumes_alike(

@@ -380,7 +380,7 @@ def errors_explained(run: Run, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not (isinstance(error, RuntimeError | MemoryError | OSError) and is_out_of_memory(error)):
             if failed_to_compile(error):
                 warn("torch's compiler failed, as said below: compile.mode=none trains without it")
             raise
