@@ -163,6 +163,14 @@ def test_verify_names_what_changed(packed: Path, tmp_path: Path, capsys: pytest.
     assert named(capsys.readouterr().out, "149 of 150", f"val/{shard.name}:")
 
 
+def test_classes_that_look_like_several_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("cat", "cat|dog"):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "d" / name / "a.png")
+    assert main(["data", "pack", str(tmp_path / "d"), str(tmp_path / "p"), "--processes", "1"]) == 0
+    assert named(capsys.readouterr().out, "1 2 'cat|dog' data.label_separator='|'")
+
+
 def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_photographs(tmp_path / "d", 20, SIZE)
     torn, *files = (tmp_path / "d").rglob("*.jpg")
