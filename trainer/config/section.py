@@ -114,7 +114,7 @@ def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     if problem["type"] in ("path_type", "string_type"):
         quoted = f'["{given}"]' if wanted.startswith("[") else f'"{given}"'
         number = isinstance(problem["input"], int | float)
-        what = f"it is a number; a name has quotes: '{dotted}={quoted}'" if number else "it is no name"
+        what = f"a number; put a name in quotes: '{dotted}={quoted}'" if number else "not a name"
     if problem["type"] == "literal_error":
         what = f"no such value{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # a problem of a whole section

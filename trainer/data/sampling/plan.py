@@ -109,9 +109,9 @@ class Plan:
         size, samples = self.global_batch_size, self.samples
         if size <= samples:
             return []
-        part = f"{1 - samples / size:.0%} of it is padding"
-        what = part if self.last == "weighted" else f"it has each of them {size / samples:.3g} times"
-        return [f"a step of data.global_batch_size={size} is more than the {samples} samples: {what}"]
+        part = f"{1 - samples / size:.0%} of a step is padding"
+        what = part if self.last == "weighted" else f"a step has each {size / samples:.3g} times"
+        return [f"data.global_batch_size={size} is more than the {samples} samples of the data: {what}"]
 
     @property
     def micro_batches(self) -> int:
