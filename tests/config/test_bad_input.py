@@ -54,6 +54,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # The words of a command after `train digits`, and what its line names.
 SETTINGS = [
     ("optim.lrr=1", "optim.lrr optim.lr"),
+    ("train.max_steps=3", "train.max_steps 'max_steps'"),
     ("zzzz=1", "zzzz --help-config"),
     ("optim.lr=fast", "optim.lr=fast"),
     ("optim.lr=-1", "optim.lr=-1 0"),

@@ -95,8 +95,12 @@ def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     more = f" (and {others} more problem{'s' * (others > 1)})" * (others > 0)
     dotted = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        inside = problem["input"]
-        meant = _nearest_key(dotted, known, isinstance(inside, dict))
+        inside, sections = problem["input"], {key.partition(".")[0] for key in known if "." in key}
+        meant = nearest(dotted, sections) if isinstance(inside, dict) else ""
+        while not meant and isinstance(inside, dict) and inside:  # no section is near: its first key may be
+            name, inside = next(iter(inside.items()))
+            dotted = f"{dotted}.{name}"
+        meant = meant or _nearest_key(dotted, known)
         if dotted in known:  # as one key of the outermost mapping
             section, _, key = dotted.partition(".")
             meant = f"; in a mapping it is {section}: {{{key}: …}}"
@@ -155,11 +159,9 @@ def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
     return next((key for key in ends if key in known), ".".join(parts))
 
 
-def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str:
-    """Returns "; did you mean 'KEY'?" for an unknown key or section; if none is near, the hint, or ""."""
+def _nearest_key(dotted: str, known: list[str]) -> str:
+    """Returns "; did you mean 'KEY'?" for an unknown key, or what it is here, or where keys are shown."""
     head, _, tail = dotted.rpartition(".")
-    if is_section:
-        return nearest(dotted, {key.partition(".")[0] for key in known if "." in key})
     # By the last part alone: a section that two keys have in common makes them similar, whatever they mean.
     everywhere = {key.rpartition(".")[2]: key for key in reversed(known)}
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == head}
