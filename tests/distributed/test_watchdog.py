@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.helpers.refusals import named
 from tests.helpers.steps import ALONE
 from tests.helpers.waiting import SECONDS, until_gone
 from trainer.config.training import ParallelConfig
-from trainer.distributed import watchdog as watchdog_module
+from trainer.distributed import exchange, watchdog as watchdog_module
 from trainer.distributed.watchdog import Place, Watchdog, waited_for
 from trainer.errors import EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, BadInputError, LostPeerError
 from trainer.launch import exit_record
@@ -173,6 +174,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
     monkeypatch.setattr(watchdog_module, "store_client", lambda *_: store)
     config = ParallelConfig(hang_s=0.02, timeout_s=200)
     return [Watchdog(replace(ALONE, rank=rank, size=3), config) for rank in range(3)]
+
+
+def test_a_store_that_left_with_its_rank_is_tried_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mock.Mock(return_value=HashStore())
+    monkeypatch.setattr(exchange, "TCPStore", made)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    exchange.store_client("x", 600)
+    assert made.call_args.args[4] <= timedelta(minutes=1)
+    assert made.return_value.timeout == timedelta(minutes=10)  # of an answer
 
 
 def test_one_rank_that_makes_progress_is_enough(ranks: list[Watchdog]) -> None:

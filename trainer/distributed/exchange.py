@@ -11,6 +11,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from trainer.host.interfaces import from_files_alone
 
+# The store is there already: one that refuses a connection is gone with its rank, as after a signal that came
+# before the first step. Torch tries for up to twice as long.
+_CONNECTION_SECONDS = 30.0
+
 
 def store_client(purpose: str, seconds: float) -> Any:
     """Opens a separate store client, since the process group's has a lock, and may block for long.
@@ -20,8 +24,10 @@ def store_client(purpose: str, seconds: float) -> Any:
         seconds: Timeout of an answer.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    connection = timedelta(seconds=min(seconds, _CONNECTION_SECONDS))
     with from_files_alone(address):
-        store = TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+        store = TCPStore(address, port, None, False, connection, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=seconds))
     return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
