@@ -313,7 +313,7 @@ def _scratch() -> Iterator[Path]:
 def launched(recipe: Recipe, folder: Path, number: signal.Signals, random_: random.Random) -> int:
     """Trains by the real command line and launcher; returns how often the signal hit."""
     file, metrics = folder.with_suffix(".yaml"), folder / "metrics.jsonl"
-    file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    file.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     words, hits = [sys.executable, "-m", "trainer", "train", str(file), "--out", str(folder)], 0
     while True:
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -30,5 +30,8 @@ ARITHMETIC_CHANGES = {
     12: "compiled code changes no buffer before, or while, it is read at other places, and reads what is "
     "scattered (scatter_add, an assignment by index) afterwards: before, a codebook, a queue or what was "
     "computed from it could be wrong; others keep their bits",
+    13: "compiled code updates float64 buffers without dimensions (a largest value, a scale), which stood "
+    "still; activation checkpointing leaves a teacher as it is before the first step, which it updated twice "
+    "more; others keep their bits",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

@@ -37,7 +37,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "runs"
     made(root, "old", 9, ROWS)
-    made(root, "new", 3, ROWS.replace("accuracy", "error"), recipe="mine")
+    told = {"recipe": "mine", "metric": "far", "lower_is_better": True}
+    made(root, "new", 3, ROWS.replace('"accuracy"', '"padding": 1.0, "near": 1.0, "far"'), **told)
     made(tmp_path, "outside", 1)
     (root / "latest").symlink_to("new")
     (root / "elsewhere").symlink_to(tmp_path / "outside")
@@ -53,7 +54,7 @@ def listed(*words: object) -> list[str]:
 def test_the_newest_is_first(runs: Path) -> None:
     heading, *lines = listed()
     assert len(lines) == 2
-    assert named(lines[0], "new mine finished 12", "0.625 error 3 d")
+    assert named(lines[0], "new mine finished 12", "0.625 far 3 d")
     assert named(lines[1], "old digits finished 12", "0.75 accuracy 9 d")
     assert listed(runs) == [heading, *lines]
     one = listed("runs/old")

@@ -79,6 +79,7 @@ def test_a_mapping_that_is_one_keys_value_replaces_it(setting: str, drawn: dict[
     assert named == {"data": {"class_weights": {"3": 5}}}
     sets = override({"evaluation": {"sets": {"mix": {"path": "a"}}}}, ["evaluation.sets={mix: {split: b}}"])
     assert sets == {"evaluation": {"sets": {"mix": {"path": "a", "split": "b"}}}}
+    assert override(sets, ["evaluation.sets={}"]) == {"evaluation": {"sets": {}}}
 
 
 def test_scalars_are_those_of_yaml_1_2() -> None:

@@ -284,6 +284,14 @@ def test_what_is_read_elsewhere_is_changed_in_a_kernel_of_its_own() -> None:
     assert kept == [copy, torch.ops.trainer.copy_into.default]
 
 
+@pytest.mark.compat
+def test_a_float64_buffer_without_dimensions_changes() -> None:
+    compiling.set_up_torch()
+    largest = torch.zeros((), dtype=torch.float64)
+    torch.compile(lambda x: largest.copy_(x.amax()), backend="aot_eager")(torch.ones(2))
+    assert largest == 1
+
+
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize(("changing", "rows"), [(queued, (6, 6, 8)), (faded, (6, 6, 8)), (spread, (4, 5, 9))])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from tests.helpers.refusals import refused
 from tests.helpers.steps import assert_same_bits
@@ -84,6 +85,14 @@ def test_other_floating_formats_are_converted(tmp_path: Path, dtype: torch.dtype
     model = build_model(ModelConfig(width=8), 1, 10)
     load_initial(model, tmp_path / "other.safetensors", ())
     assert torch.equal(model.get_parameter("stem.weight"), tensors["stem.weight"].float())
+
+
+def test_buffers_may_be_masks(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("seen", torch.tensor([True, False]))
+    model.register_buffer("added", torch.tensor([0.0, -torch.inf]))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "start.safetensors")
+    load_initial(model, tmp_path / "start.safetensors", ())
 
 
 def stem(value: float, dtype: torch.dtype) -> Callable[[State], State]:

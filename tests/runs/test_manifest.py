@@ -16,8 +16,8 @@ from trainer.version import ARITHMETIC
 KEYS = """
     format recipe run_id from config redacted config_hash seed command started ended restarts attempts commit
     dirty lock image versions arithmetic device data fingerprint pretrained host pid world_size threads
-    waiting parameters planned_steps steps_done gradient_accumulation_steps notes trackers rows weights
-    anomalies out_of_patience finished_by_hook status
+    waiting parameters metric lower_is_better planned_steps steps_done gradient_accumulation_steps notes
+    trackers rows weights anomalies out_of_patience finished_by_hook status
 """
 
 

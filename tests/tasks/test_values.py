@@ -19,6 +19,7 @@ from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.tasks.custom import CustomTask
 from trainer.tasks.values import means
+from trainer.train.components.operations import shapes_only
 from trainer.train.components.run import build
 from trainer.train.step import take_metrics, train_step
 
@@ -200,6 +201,7 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
     "other samples": (lambda _, m, b: out(m, b)[:2, 0], "2 4"),
     "counts of another shape": (lambda _, m, b: (out(m, b).expand(-1, 3), b["y"] > 0), "4 3 counts"),
     "counts below 0": (lambda _, m, b: (out(m, b)[:, 0], b["y"] - 1), "counts 0"),
+    "counts that learn": (lambda _, m, b: (out(m, b)[:, 0], out(m, b)[:, 0].exp()), "counts gradient detach"),
     "nothing": (lambda *_: None, "loss nothing"),
     "no gradient": (lambda _, m, b: out(m, b).detach(), "gradient"),
     "whole numbers": (lambda _, m, b: out(m, b).long(), "int64"),
@@ -218,9 +220,14 @@ def test_what_a_loss_is_not(form: str) -> None:
     given, words = BAD[form]
     with refused(words):
         check(loss=given)
-    if form not in ("no gradient", "whole numbers", "counts below 0"):
+    if form not in ("no gradient", "whole numbers", "counts below 0", "counts that learn"):
         with refused(words.replace("loss", "figure")):
             check(measure=lambda *one: {"loss": GOOD["a value"](*one), "figure": given(*one)})
+
+
+def test_a_model_may_read_values_of_tensors() -> None:
+    task = check(model=lambda own: nn.Sequential(Line.model(own), nn.Dropout(torch.zeros(()).item())))
+    assert next(shapes_only(task).parameters()).is_meta
 
 
 def test_losses_of_a_step_have_one_divisor() -> None:

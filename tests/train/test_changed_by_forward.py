@@ -515,6 +515,13 @@ def test_one_micro_batch_a_step_is_plain_pytorchs() -> None:
     assert not ends(ALONE, "buffer", 8)
 
 
+def test_padding_moves_nothing() -> None:
+    data = {"global_batch_size": 12, "last_batch": "weighted"}
+    a_run(Own(Base, "center"), 8, data={**data, "micro_batch_size": 12})
+    with refused("data.last_batch=weighted center"):
+        a_run(Own(Base, "center"), 8, data={**data, "micro_batch_size": 4})
+
+
 def held(**tensors: torch.Tensor) -> nn.Module:
     model = nn.Module()
     for name, tensor in tensors.items():

@@ -213,7 +213,7 @@ def _read(folder: Path) -> FoundRun:
 
     facts = redact(read_facts(folder))
     status = "killed" if is_abandoned(folder, facts) else str(facts.get("status", "unknown"))
-    metric, best, measured = _measured(folder)
+    metric, best, measured = _measured(folder, facts)
     rows = [_last_row(folder / FILES[kind]).get("step") for kind in ("train", "end")]
     size, newest = _size(folder)
     return FoundRun(
@@ -236,21 +236,23 @@ def _read(folder: Path) -> FoundRun:
     )
 
 
-def _measured(folder: Path) -> tuple[str, float | None, int]:
-    """Returns the first metric of the evaluations other than the loss, its best value, and the last step."""
+def _measured(folder: Path, facts: Mapping[str, Any]) -> tuple[str, float | None, int]:
+    """Returns the deciding metric, else the first of the evaluations, its best value, and the last step."""
     from trainer.observe.rows import OWN
     from trainer.runs.folder import read_rows
-    from trainer.runs.report.figures import more_is_better
+    from trainer.runs.report.figures import NO_METRICS, more_is_better
     from trainer.runs.report.thin import is_number
 
     metric, best, step = "", None, 0
     for row in read_rows(folder, "eval"):
         step = row["step"] if type(row.get("step")) is int else step
         names = [name for name in row if name not in OWN and "/" not in name]
-        metric = metric or next((name for name in names if name != "loss"), "loss" if "loss" in names else "")
+        told = facts.get("metric")
+        first = told if told in names else next((name for name in names if name not in NO_METRICS), "")
+        metric = metric or first or ("loss" if "loss" in names else "")
         value = row.get(metric)
         if is_number(value):
-            better = max if more_is_better(metric) else min
+            better = max if more_is_better(metric, facts) else min
             best = float(value) if best is None else better(best, float(value))
     return metric, best, step
 

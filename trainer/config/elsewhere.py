@@ -49,8 +49,8 @@ _SETTINGS: dict[str, str] = {
     "data.augment=flip": "hflip augmentation",
     "regularization.label_smoothing=0.1": "smoothing label_smoothing_factor",
     "ema.decay=0.999": "model_ema model_ema_decay use_ema",
-    "evaluation.every=N": "eval_steps eval_every val_check_interval eval_strategy evaluation_strategy "
-    "check_val_every_n_epoch",
+    "evaluation.every='N steps'": "eval_steps eval_every val_check_interval eval_strategy "
+    "evaluation_strategy check_val_every_n_epoch",
     "evaluation.patience=N": "early_stopping early_stopping_patience patience",
     "checkpoint.every=N": "save_steps save_every save_strategy checkpoint_every ckpt_every",
     "checkpoint.keep=N": "save_total_limit save_top_k checkpoint_hist max_to_keep",

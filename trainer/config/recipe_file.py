@@ -25,6 +25,7 @@ from trainer.errors import BadInputError
 
 _MANIFEST = "manifest.json"  # in a run folder, beside its config.yaml
 _WHOLE = (("data", "mix"), ("data", "class_weights"))  # keys whose value is a mapping
+_MERGED = (("evaluation", "sets"), ("language", "chat_template_kwargs"))  # others; {} takes all away
 
 
 def recipe_names() -> list[str]:
@@ -107,9 +108,9 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         value = parse_yaml(text, setting)
         if str(value).count("#") < text.count("#"):  # a path, say: on a command line nobody comments
             raise BadInputError(f"{setting}: ' #' begins a comment in YAML; give KEY='\"VALUE\"'")
+        whole = [one for one in (*_WHOLE, *(_MERGED if value == {} else ())) if len(names) <= len(one)]
         for name in reversed(names):
             value = {name: value}
-        whole = [one for one in _WHOLE if len(names) <= len(one)]
         values = _merged(values, value, setting, whole)
     return values
 

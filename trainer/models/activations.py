@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import recompute
@@ -111,7 +113,7 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
         return output
 
     least = KeptBytes(model.parameters())
-    with _buffers_kept(model):
+    with _tensors_kept(model):
         try:
             for name, block in blocks.items():
                 block.forward = functools.partial(measured, name, originals[name])
@@ -129,13 +131,54 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    buffers = [buffer.clone() for buffer in model.buffers()]
+def _tensors_kept(model: nn.Module) -> Iterator[None]:
+    """A context after which parameters and buffers have their values again, such as a teacher's."""
+    buffers = [
+        buffer.clone() for buffer in model.buffers()
+    ]  # BatchNorm's operation doesn't say what it changes
+    before = [(parameter, parameter.data) for parameter in model.parameters()]  # the same memory
+    changes = _ChangedParameters(model)
     try:
-        yield
+        with changes:
+            yield
     finally:
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        for parameter, data in before:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+        with torch.no_grad():
+            for parameter, value in changes.kept:
+                parameter.copy_(value)
+        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+
+
+class _ChangedParameters(TorchDispatchMode):
+    """Copies a parameter before the first operation that changes it: few do, and they may fill the memory.
+
+    Attributes:
+        kept: Parameters that were changed, each with its value before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._unchanged: dict[int, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            self._unchanged.setdefault(_storage(parameter), []).append(parameter)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        for value in tree_leaves((args, named)) if func._schema.is_mutable else ():
+            if isinstance(value, torch.Tensor):
+                for parameter in self._unchanged.pop(_storage(value), ()):
+                    self.kept.append((parameter, parameter.detach().clone()))
+        return func(*args, **named)
 
 
 def _leaf(value: Any) -> Any:

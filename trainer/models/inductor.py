@@ -2,9 +2,12 @@
 
 import dataclasses
 import hashlib
+import importlib
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -57,6 +60,13 @@ def avoid_wrong_code() -> None:
     config.joint_custom_post_pass = _graph_pass(save_reads)
     if config.joint_custom_post_pass is save_reads:  # without a key of its own in caches
         config.fx_graph_cache = False
+    # In all versions: changes of a float64 tensor without dimensions are left out, as if it were a Python float.
+    for name in ("graph_compile", "jit_compile_runtime_wrappers", "dispatch_and_compile_graph"):
+        with suppress(ImportError):
+            module = importlib.import_module(f"torch._functorch._aot_autograd.{name}")
+            if hasattr(module, "tensorify_python_scalars"):
+                _put_in(module, "tensorify_python_scalars", _for_numbers_alone)
+
     # From 2.10 on: a sum that is a part of a larger gradient may never be written
     # (https://github.com/pytorch/pytorch/issues/193061, in 2.14.1 too).
     if hasattr(config.triton, "mix_order_reduction"):
@@ -67,10 +77,25 @@ def avoid_wrong_code() -> None:
         setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False))  # noqa: B010
 
 
-def _put_in(owner: type, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces a method by what is made of it, once."""
+def _put_in(
+    owner: type | ModuleType, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replaces a method or function by what is made of it, once."""
     if (known := getattr(owner, name)).__module__ != __name__:
         setattr(owner, name, change(known))
+
+
+def _for_numbers_alone(tensorify: Callable[..., None]) -> Callable[..., None]:
+    """Returns a pass that makes tensors of Python's numbers, and leaves graphs without them as they are."""
+    reads = torch.ops.aten._local_scalar_dense.default
+
+    def made(graph: Any, *arguments: Any, **named: Any) -> None:
+        for node in graph.graph.nodes:
+            if node.target is reads or isinstance(node.meta.get("val"), torch.SymFloat):
+                tensorify(graph, *arguments, **named)
+                return
+
+    return made
 
 
 def _keeping_order(recompute: Callable[..., None]) -> Callable[..., None]:

@@ -70,10 +70,11 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
             names = _agreed(state, shapes, file, left_out)
             for name in names:
                 _check_format(name, state[name], slices[name].get_dtype(), file)
+            trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             for name in names if next(model.parameters()).device.type != "meta" else ():
                 tensor = at[given[name]].get_tensor(given[name])
                 with torch.no_grad():
-                    state[name].copy_(_finite(tensor.to(state[name].dtype), name, file))
+                    state[name].copy_(_sound(tensor.to(state[name].dtype), name, file, name in trained))
             for group in sharing({name: state[name] for name in names}):
                 _check_agreement(
                     file, group, [at[given[name]].get_tensor(given[name]) for name in group], state
@@ -190,15 +191,15 @@ def _shown(names: list[str]) -> str:
 
 def _check_format(name: str, target: torch.Tensor, given: str, file: Path) -> None:
     floating = ("F64", "F32", "F16", "BF16")
-    if target.is_floating_point() != (given in floating) or given == "BOOL":
+    if target.is_floating_point() != (given in floating) or (given == "BOOL") != (target.dtype == torch.bool):
         raise BadInputError(
             f"model.pretrained: {file}: {name} is {given}, but the model's is {target.dtype}; "
             "save it in a floating format of 16 bits or more"
         )
 
 
-def _finite(tensor: torch.Tensor, name: str, file: Path) -> torch.Tensor:
-    if not bool(tensor.isfinite().all()):
+def _sound(tensor: torch.Tensor, name: str, file: Path, is_parameter: bool) -> torch.Tensor:
+    if bool(tensor.isnan().any()) or (is_parameter and bool(tensor.isinf().any())):  # a mask has infinities
         raise BadInputError(
             f"model.pretrained: {file}: {name} isn't finite in {tensor.dtype}; take weights that didn't "
             "diverge"

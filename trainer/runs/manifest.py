@@ -155,6 +155,7 @@ class Manifest(BaseModel):
         world_size: Number of ranks.
         threads: Intra-op threads per rank; part of the arithmetic on a CPU.
         waiting: Environment variables for the waiting of OpenMP's threads, see `trainer.host.startup`.
+        metric: The deciding metric, which is better where it is lower if `lower_is_better`; "" in older ones.
         planned_steps: Steps of the whole run by its configuration; `steps` in older manifests, which have the
             steps that were done there once the run has ended.
         steps_done: Steps done at the end of the newest attempt; None while it trains, and if it was killed.
@@ -202,6 +203,8 @@ class Manifest(BaseModel):
     threads: int = Field(ge=1, le=1 << 16)
     waiting: str = ""
     parameters: dict[str, int] = Field(default_factory=dict)
+    metric: str = ""
+    lower_is_better: bool = False
     planned_steps: int = Field(ge=1, validation_alias=AliasChoices("planned_steps", "steps"))
     steps_done: int | None = Field(None, ge=0)
     gradient_accumulation_steps: int = 1

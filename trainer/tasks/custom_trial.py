@@ -185,6 +185,11 @@ def _try_loss(task: OwnMethods, model: nn.Module) -> dict[str, str]:
         if one.counts is not None and bool((one.counts < 0).any()):
             raise task._wrong("loss", f"{_called(name)}values with counts below 0")
     trained = given[: len(given) - len(task.watched)]
+    if any(one.counts is not None and one.counts.requires_grad for one in trained):
+        raise BadInputError(
+            f"{task._source}: loss gave counts that need a gradient, and the sum of the values is divided by "
+            "theirs as by a number: detach them, or put what they learn from into the values"
+        )
     if not any(one.values.requires_grad for one in trained):
         raise task._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
 

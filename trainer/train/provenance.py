@@ -112,6 +112,8 @@ def make_manifest(
             "all": sum(p.numel() for p in run.state.model.parameters()),
             "trained": sum(p.numel() for p in run.gradients.parameters),
         },
+        metric=run.task.metric,
+        lower_is_better=run.task.lower_is_better,
         planned_steps=run.steps,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         notes=[*_support(lock_hash(Path(sys.prefix))), *notes],

@@ -143,8 +143,10 @@ def _others(run: Run) -> str:
 def _early(run: Run) -> str:
     """Returns a line on early stopping; "" if the run reached its last step."""
     state = run.state
-    if state.step == run.steps or state.best is None:
+    if state.step == run.steps:
         return ""
+    if state.best is None or not out_of_patience(run):
+        return f"  ended        at step {state.step} of {run.steps}, as a hook asked\n"
     decides = run.recipe.evaluation.decides
     on = "" if decides == MAIN_SET else f" on {decides}"
     return (

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.observe.text import count, duration, number, plain, scaled, share, size
 from trainer.runs.manifest import planned_steps
@@ -15,6 +15,7 @@ _SET_PARTS = 3  # eval/NAME/metric
 _ROUNDING = 1e-6  # of a mean over many samples
 # The field's words for metrics whose names in records are not those.
 _TITLES = {"map": "mAP", "map_50": "mAP@50", "map_75": "mAP@75", "top5": "Top-5 accuracy"}
+NO_METRICS = ("loss", "padding")  # of an evaluation's record; padding is the data's
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
 
 # Phases in the order of the bar, the useful ones first.
@@ -71,9 +72,10 @@ def end_step(run: RecordedRun) -> int:
 
 
 def metrics(run: RecordedRun) -> list[str]:
-    """Returns the names of the evaluations' metrics other than the loss."""
+    """Returns the names of the evaluations' metrics other than the loss, the deciding one first."""
     names = dict.fromkeys(name for point in run.evaluation for name, cell in point.cells.items() if cell.rows)
-    return [name for name in names if name != "loss" and "/" not in name]
+    found = [name for name in names if name not in NO_METRICS and "/" not in name]
+    return sorted(found, key=lambda name: name != run.manifest.get("metric"))
 
 
 def sets(run: RecordedRun) -> list[str]:
@@ -108,8 +110,10 @@ def gpus_of(run: RecordedRun) -> str:
     return ", ".join(f"{gpus.count(gpu)} \u00d7 {gpu}" for gpu in list(dict.fromkeys(gpus))[:4])
 
 
-def more_is_better(metric: str) -> bool:
-    """True if a larger value is better, by the metric's name: not for losses and errors."""
+def more_is_better(metric: str, manifest: Mapping[str, Any]) -> bool:
+    """True if a larger value is better: as the task says; else by name: not of losses and errors."""
+    if metric == manifest.get("metric"):
+        return manifest.get("lower_is_better") is not True
     return not any(word in metric.lower() for word in _WORSE)
 
 
@@ -208,7 +212,7 @@ def _metric_figure(metric: str, scale: Kind) -> Callable[[RecordedRun], Figure |
         if not cells:
             return None
         last = float(run.end[metric]) if is_number(run.end.get(metric)) else cells[-1][1].mean
-        up = more_is_better(metric)
+        up = more_is_better(metric, run.manifest)
         step, cell = (max if up else min)(cells, key=lambda item: item[1].high if up else item[1].low)
         best = cell.high if up else cell.low
         note = "the best" if math.isclose(best, last) else f"best {text(best)} at step {count(step)}"
@@ -280,5 +284,6 @@ def figures_of_runs(runs: Sequence[RecordedRun]) -> list[KeyFigure]:
     own = []
     for name in names:
         scale, _ = metric_scale(name, [over_rows(run.evaluation, name) for run in runs])
-        own.append(KeyFigure(name, _metric_figure(name, scale), 1 if more_is_better(name) else -1))
+        decided = next((run.manifest for run in runs if run.manifest.get("metric") == name), {})
+        own.append(KeyFigure(name, _metric_figure(name, scale), 1 if more_is_better(name, decided) else -1))
     return [*own, *KEY_FIGURES]

@@ -132,7 +132,21 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
         )
     alike = [name for name in moved if name not in trained and name not in differ]
     still = [name for name in names if name in left] if several else []
+    tensors = {**parameters, **dict(model.named_buffers())}
+    means = [name for name in changing if name not in alike and is_mean(tensors[name])]
+    if means and _passes_over_padding(plan, task):
+        raise BadInputError(
+            f"data.last_batch=weighted: a training forward pass changes {few(means)}, and in the last step "
+            "of an epoch would do so by padding (samples of weight 0); use data.last_batch=cross or drop"
+        )
     return FoundBuffers(changing, _notes(changing, still, parameters, seen.error), alike, still)
+
+
+def _passes_over_padding(plan: Plan, task: Task) -> bool:
+    """True if a forward pass gets padding: a custom task's only where a micro-batch has nothing else."""
+    last = plan.samples % plan.global_batch_size
+    room = plan.micro_batch_size if isinstance(task, CustomTask) else 1
+    return plan.last == "weighted" and 0 < last <= plan.global_batch_size - room
 
 
 def _notes(changing: list[str], still: list[str], parameters: Iterable[str], error: str) -> list[str]:
