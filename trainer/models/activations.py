@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from trainer.errors import BadInputError
@@ -136,16 +136,17 @@ def _tensors_kept(model: nn.Module) -> Iterator[None]:
     buffers = [
         buffer.clone() for buffer in model.buffers()
     ]  # BatchNorm's operation doesn't say what it changes
-    before = [(parameter, parameter.data) for parameter in model.parameters()]  # the same memory
+    with _disable_current_modes():  # of fake tensors, where it is counted with shapes alone
+        before = [(parameter, parameter.data) for parameter in model.parameters()]  # the same memory
     changes = _ChangedParameters(model)
     try:
         with changes:
             yield
     finally:
-        for parameter, data in before:
-            if parameter.data_ptr() != data.data_ptr():
-                parameter.data = data
-        with torch.no_grad():
+        with _disable_current_modes(), torch.no_grad():
+            for parameter, data in before:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
             for parameter, value in changes.kept:
                 parameter.copy_(value)
         for buffer, value in zip(model.buffers(), buffers, strict=True):
@@ -160,7 +161,7 @@ class _ChangedParameters(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._unchanged: dict[int, list[nn.Parameter]] = {}
         for parameter in model.parameters():
@@ -176,8 +177,9 @@ class _ChangedParameters(TorchDispatchMode):
         named = kwargs or {}
         for value in tree_leaves((args, named)) if func._schema.is_mutable else ():
             if isinstance(value, torch.Tensor):
-                for parameter in self._unchanged.pop(_storage(value), ()):
-                    self.kept.append((parameter, parameter.detach().clone()))
+                with _disable_current_modes():
+                    found = self._unchanged.pop(_storage(value), ())
+                    self.kept += [(parameter, parameter.detach().clone()) for parameter in found]
         return func(*args, **named)
 
 

@@ -60,7 +60,7 @@ def avoid_wrong_code() -> None:
     config.joint_custom_post_pass = _graph_pass(save_reads)
     if config.joint_custom_post_pass is save_reads:  # without a key of its own in caches
         config.fx_graph_cache = False
-    # In all versions: changes of a float64 tensor without dimensions are left out, as if it were a Python float.
+    # In all versions: changes of a float64 tensor without dimensions are left out, as of a float of Python.
     for name in ("graph_compile", "jit_compile_runtime_wrappers", "dispatch_and_compile_graph"):
         with suppress(ImportError):
             module = importlib.import_module(f"torch._functorch._aot_autograd.{name}")
