@@ -133,9 +133,8 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
 @contextmanager
 def _tensors_kept(model: nn.Module) -> Iterator[None]:
     """A context after which parameters and buffers have their values again, such as a teacher's."""
-    buffers = [
-        buffer.clone() for buffer in model.buffers()
-    ]  # BatchNorm's operation doesn't say what it changes
+    # All of them, as BatchNorm's operation doesn't say that it changes some.
+    buffers = [buffer.clone() for buffer in model.buffers()]
     with _disable_current_modes():  # of fake tensors, where it is counted with shapes alone
         before = [(parameter, parameter.data) for parameter in model.parameters()]  # the same memory
     changes = _ChangedParameters(model)
@@ -176,7 +175,7 @@ class _ChangedParameters(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         for value in tree_leaves((args, named)) if func._schema.is_mutable else ():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 with _disable_current_modes():
                     found = self._unchanged.pop(_storage(value), ())
                     self.kept += [(parameter, parameter.detach().clone()) for parameter in found]

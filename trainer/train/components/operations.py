@@ -51,9 +51,8 @@ def shapes_only(task: Task) -> nn.Module:
     try:
         with torch.device("meta"), Uninitialized():
             return task.model()
-    except (
-        Exception
-    ):  # some models read values of tensors: their widths (torchvision's regnet), dropout rates
+    except Exception:
+        # Some models read values of tensors: widths (torchvision's regnet), rates of stochastic depth.
         return task.model().to("meta")
 
 
